@@ -1,0 +1,48 @@
+"""Rows: what one forward works on. A prompt chunk, a decode step, a verification and a draft block are all rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`B` slots times `W` consecutive positions. Row i of entry b has position `n_past[b] + i`.
+
+    All tensors live on the model's device, so that a step can be captured in a CUDA graph and acceptance needs no
+    host. Rows at or past `n_rows[b]` are padding: computed, ignored, and never visible to other rows.
+    """
+
+    tokens: Tensor  # [B, W] int64
+    slots: Tensor  # [B] int64, the slot of each entry; no slot twice
+    n_past: Tensor  # [B] int64, committed tokens of the slot
+    n_rows: Tensor  # [B] int64, 1..W
+    tentative: bool  # True: recurrent layers only record the rows; Cache.accept commits a prefix of them
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def n_batch(self) -> int:
+        return self.tokens.shape[0]
+
+    def positions(self) -> Tensor:
+        """[B, W] int64 positions of all rows, padding included."""
+        return self.n_past[:, None] + torch.arange(self.width, device=self.tokens.device)
+
+    def store_positions(self) -> Tensor:
+        """[B, W] int64 positions to store at; -1 for padding rows."""
+        index = torch.arange(self.width, device=self.tokens.device)
+        return torch.where(index < self.n_rows[:, None], self.n_past[:, None] + index, -1)
+
+
+def prompt_rows(tokens: Tensor, slot: int, n_past: int) -> Rows:
+    """A prompt chunk of one slot; tokens [W] int64."""
+    device = tokens.device
+
+    def one(value: int) -> Tensor:
+        return torch.tensor([value], dtype=torch.int64, device=device)
+
+    return Rows(tokens[None], one(slot), one(n_past), one(tokens.shape[0]), tentative=False)
