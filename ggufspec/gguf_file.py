@@ -40,8 +40,8 @@ _ACCEPTED: dict[type, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """An open GGUF file. `metadata` is the first shard's; arrays of numbers are numpy arrays, arrays of strings
-    a lazily decoded `StringArray`. `types` holds the type of each key as text (`u32`, `arr[str]`...).
+    """An open GGUF file. `metadata` is the first shard's; arrays of numbers are numpy arrays, arrays of
+    strings a lazily decoded `StringArray`. `types` holds each key's type as text (`u32`, `arr[str]`...).
     """
 
     path: Path
@@ -193,7 +193,7 @@ def _join_shards(
     total = _checked(first, paths[0], "split.tensors.count", "i32", len(tensors))
     if total != len(tensors):
         raise FileError(
-            f"{paths[0]}: key 'split.tensors.count' is {total}, expected {len(tensors)}, the sum over all shards"
+            f"{paths[0]}: key 'split.tensors.count' is {total}, expected the {len(tensors)} of all shards"
         )
     return tensors, tuple(maps)
 

@@ -3,7 +3,7 @@
 The bytes come from strangers. Every count and length is compared with the bytes that are left before anything
 is allocated or read, and every failure is a one-line `FileError` that names the file, the key or tensor, what
 was found and what was expected. Rules are those of llama.cpp's reader, which refuses nested arrays, empty and
-duplicate keys, tensor names of 64 bytes and more, and offsets that leave a gap; text must also be valid UTF-8.
+duplicate keys, tensor names of 64 bytes and more, and offsets that leave a gap; text must be valid UTF-8 too.
 """
 
 import math
