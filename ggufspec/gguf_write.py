@@ -4,9 +4,9 @@
     write_gguf("out.gguf", [Key("general.architecture", "str", "qwen3"), ...], entries, chunks)
 
 `chunks` yields the tensors' bytes in the order of `entries`: any number of pieces for a tensor, none reaching
-into the next one, so that a tensor never has to be in memory as a whole. The result appears under its name only
-when it is complete and on the disk; after any failure (full disk, Ctrl-C, an error of the iterator) nothing is
-left.
+into the next one, so that a tensor never has to be in memory as a whole. The result appears under its name
+only when it is complete and on the disk; after any failure (full disk, Ctrl-C, an error of the iterator)
+nothing is left.
 """
 
 import math
@@ -210,7 +210,7 @@ def _put_tensor(file: BinaryIO, entry: Entry, stream: Iterator[Chunk], alignment
 
 def _bytes(chunk: Chunk) -> memoryview:
     if isinstance(chunk, np.ndarray):
-        return memoryview(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
+        return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
     return memoryview(chunk).cast("B")
 
 
@@ -243,7 +243,7 @@ def _alignment_of(keys: Sequence[Key], path: Path) -> int:
         if key.name == "general.alignment":
             if key.type != "u32" or key.value < 1 or key.value & (key.value - 1):
                 raise FileError(
-                    f"{path}: key 'general.alignment' is {key.type} {key.value}, expected a power of two (u32)"
+                    f"{path}: key 'general.alignment' is {key.type} {key.value}, expected a u32 power of two"
                 )
             return key.value
     return DEFAULT_ALIGNMENT
