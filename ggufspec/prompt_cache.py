@@ -1,11 +1,11 @@
 """Slot states of earlier requests, kept in host memory under a byte budget (`--cache-ram`).
 
-An entry is a sequence of tokens and whatever the engine needs to stand at its end again. A later prompt that begins
-like an entry takes it out of the cache and into a slot. The cache knows nothing of what a state is: it compares
-tokens, counts bytes and forgets the oldest.
+An entry is a sequence of tokens and whatever the engine needs to stand at its end again. A later prompt
+that begins like an entry takes it out of the cache and into a slot. The cache knows nothing of what a
+state is: it compares tokens, counts bytes and forgets the oldest.
 
-A recurrent state cannot be cut at any position. An entry says where it can: `cuts=None` means anywhere (attention
-only); otherwise it is usable at its end and at the positions in `cuts` (checkpoints), nowhere else.
+A recurrent state cannot be cut at any position. An entry says where it can: `cuts=None` means anywhere
+(attention only); otherwise it is usable at its end and at the positions in `cuts` (checkpoints), nowhere else.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ class Entry:
             return shared
         return max((cut for cut in self.cuts if cut <= limit), default=0)
 
+    def covers(self, tokens: Sequence[int] | np.ndarray) -> bool:
+        """True if this entry can stand where `tokens` end: nothing is lost without a state of their own."""
+        n = len(tokens)
+        if n > len(self.tokens) or common_prefix(self.tokens, tokens) < n:
+            return False
+        return n == len(self.tokens) or self.cuts is None or n in self.cuts
+
 
 class PromptCache:
     """Least recently saved goes first; `limit_bytes` -1 is no limit, 0 keeps nothing.
@@ -83,10 +90,7 @@ class PromptCache:
             return False
         if 0 <= self.limit_bytes < n_bytes:
             return False
-        return not any(
-            len(entry.tokens) >= len(tokens) and common_prefix(entry.tokens, tokens) == len(tokens)
-            for entry in self._entries.values()
-        )
+        return not any(entry.covers(tokens) for entry in self._entries.values())
 
     def save(
         self,
@@ -95,21 +99,19 @@ class PromptCache:
         n_bytes: int,
         cuts: Sequence[int] | None = None,
     ) -> bool:
-        """Keep a state; False if it was refused (an entry already holds these tokens, or it exceeds the budget).
+        """Keep a state; False if it was refused (an entry already stands for it, or it exceeds the budget).
 
-        Entries that are prefixes of the new one go: whatever they could save, it saves too. With `cuts` a prefix
-        stays unless the new entry can be cut where the prefix ends.
+        Entries that are prefixes of the new one go: whatever they could save, it saves too. With `cuts` a
+        prefix stays unless the new entry can be cut where the prefix ends.
         """
         if n_bytes < 0:
             raise ValueError(f"a state cannot have {n_bytes} bytes")
         if not self.wants(tokens, n_bytes):
             return False
-        new = Entry(
-            np.array(tokens, dtype=np.int32), state, n_bytes, None if cuts is None else tuple(sorted(set(cuts)))
-        )
+        at = None if cuts is None else tuple(sorted(set(cuts)))
+        new = Entry(np.array(tokens, dtype=np.int32), state, n_bytes, at)
         for key, entry in list(self._entries.items()):
-            n = len(entry.tokens)
-            if common_prefix(entry.tokens, new.tokens) == n and (new.cuts is None or n in new.cuts):
+            if new.covers(entry.tokens):
                 self._drop(key)
         while self.limit_bytes > 0 and self.n_bytes + n_bytes > self.limit_bytes:
             self._drop(next(iter(self._entries)))
@@ -118,11 +120,13 @@ class PromptCache:
         self.n_bytes += n_bytes
         return True
 
-    def take(self, prompt: Sequence[int] | np.ndarray, slot_keeps: int = 0, slot_len: int = 0) -> Entry | None:
+    def take(
+        self, prompt: Sequence[int] | np.ndarray, slot_keeps: int = 0, slot_len: int = 0
+    ) -> Entry | None:
         """Take out the entry that saves most of `prompt`, or None if the slot's own content is as good.
 
-        `slot_keeps` of the slot's `slot_len` tokens could be reused without the cache. An entry must beat the slot
-        both in tokens saved and in the share of itself that is kept, and at least a quarter of it must be kept.
+        `slot_keeps` of the slot's `slot_len` tokens could be reused without the cache. An entry must beat the
+        slot both in tokens saved and in the share of itself that is kept, and at least a quarter must be kept.
         """
         best_key = None
         best_saved, best_share = slot_keeps, slot_keeps / slot_len if slot_len else 0.0

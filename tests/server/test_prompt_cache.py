@@ -64,6 +64,10 @@ def test_prefixes_are_replaced_and_contained_prompts_refused():
     # a state that cannot be cut at 3 does not replace one that stands there
     cache.save([1, 2, 3, 4], "longer", 1, cuts=[2])
     assert [entry.state for entry in cache.entries] == ["long", "longer"]
+    # ... nor does it make one superfluous that would
+    assert not cache.wants([1, 2]) and not cache.wants([1, 2, 3])
+    cache.take([1, 2, 3, 0])
+    assert cache.wants([1, 2, 3])
 
 
 def test_take_moves_the_best_entry_out():
