@@ -1,0 +1,85 @@
+"""Drafters propose tokens for the next step. They never sample for the target and never touch its cache.
+
+A step asks `propose` for up to n tokens per slot, runs `[last, draft...]` through the target, hands those
+rows to `observe` and the number of right ones to `accept`. Whatever a drafter wrote into its own cache while
+proposing lies at positions >= n_past and is overwritten by the next `observe` or `propose`: visibility is by
+n_past alone.
+
+Drafters with a model keep everything in device tensors (no host synchronization); n-gram drafters are host
+code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..rows import Rows
+    from .statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What was proposed. Tokens at or past `n_tokens` are meaningless."""
+
+    tokens: Tensor  # [B, n] int64
+    n_tokens: Tensor  # [B] int64, 0..n
+    scores: Tensor  # [B, n] float32, what p_min is compared with; 1 where a drafter has none
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Limits shared by the drafters that have a model; llama.cpp's defaults."""
+
+    n_max: int = 3
+    n_min: int = 0  # a shorter draft is thrown away
+    p_min: float = 0.0  # stop before the first token whose score is below
+
+
+class Drafter(Protocol):
+    name: str  # llama.cpp's type name, "draft-mtp"...
+    n_max: int  # tokens it can propose per step, after clamping to what it was trained for
+    taps: tuple[int, ...]  # target layers whose input it reads
+    stats: Statistics
+
+    def begin(self, slot: int, prompt: list[int]) -> None:
+        """A prompt is complete in the target; n-gram drafters index it."""
+
+    def observe(self, rows: Rows, output: Any) -> None:
+        """After every target forward, prompt chunks included: bring the own cache up to date with all rows.
+
+        `output` has `hidden` [B, W, D] and `taps` [B, W, m*D] (see `models.Output`).
+        """
+
+    def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
+        """Draft what follows `last` [B], which will stand at position `n_past` [B] of `slots` [B].
+
+        `n` <= n_max is the width of the result. A drafter works at its own n_max and cuts, so that asking for
+        fewer does not change the tokens.
+        """
+
+    def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
+        """How many drafted tokens were right in the last tentative step, per slot [B]; 0 without a draft."""
+
+    def reset(self, slot: int) -> None:
+        """Forget the slot: its next position is 0."""
+
+    def save(self, slot: int, n_past: int) -> Any:
+        """The slot's state after `n_past` committed tokens, on the host; goes with the target's."""
+
+    def restore(self, slot: int, state: Any) -> None:
+        """Put a saved state into a slot."""
+
+
+def limit(tokens: Tensor, scores: Tensor, n: int, n_min: int, p_min: float) -> Draft:
+    """Apply p_min (stop before the first score below it), n_min (shorter is nothing), then cut to n tokens.
+
+    tokens [B, N] int64, scores [B, N] float32, n <= N.
+    """
+    kept = torch.cumprod((scores >= p_min).to(torch.int64), dim=1).sum(dim=1)
+    kept = torch.where(kept < n_min, 0, kept)
+    return Draft(tokens[:, :n], kept.clamp(max=n), scores[:, :n])
