@@ -1,14 +1,15 @@
-"""Run llama.cpp in process (xllamacpp) on a file and collect what it says: the reference for `peer` tests.
+"""Run llama.cpp in process (xllamacpp) on a file and collect what it says: the reference of `peer` tests.
 
     with Peer("model.gguf", n_ctx=512) as peer:
         answer = peer.complete("Hello", n_predict=32, top=5)
         peer.tokenize("text"), peer.post("/v1/chat/completions", {...})
 
-    complete("model.gguf", ["a", "b"], draft="d.gguf", kinds=["draft-dspark"], n_max=7)     # a process per prompt
+    # a process per prompt
+    complete("model.gguf", ["a", "b"], draft="d.gguf", kinds=["draft-dspark"], n_max=7)
 
-llama.cpp runs in a child process, so that its crash or its log can't disturb a test. It keeps the hidden row of the
-last request between requests, so the draft counts of draft-mtp depend on what ran before: **use a fresh process for
-each prompt** (as the function `complete` does) wherever MTP counts are compared.
+llama.cpp runs in a child process, so that its crash or its log can't disturb a test. It keeps the hidden row
+of the last request between requests, so the draft counts of draft-mtp depend on what ran before: **use a
+fresh process for each prompt** (as the function `complete` does) wherever MTP counts are compared.
 """
 
 import json
@@ -16,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Peer:
     """A running llama.cpp server. `params` are attributes of `CommonParams` by dotted path, set as they are
     (`{"speculative.ngram_mod.n_match": 3}`); the named arguments cover the usual ones.
 
-    `kinds` are names of `--spec-type`. Log text of at most `verbosity` (3 info, 4 trace, 5 debug: draft candidates
-    and per-step accept counts) is in `log()`.
+    `kinds` are names of `--spec-type`. The log up to `verbosity` (3 info, 4 trace: per-step accept counts,
+    5 debug: draft candidates) is in `log()`.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class Peer:
             "cpuparams.n_threads": n_threads, "cpuparams_batch.n_threads": n_threads,
             "cache_type_k": f"ggml_type.{type_k}", "cache_type_v": f"ggml_type.{type_v}",
             "flash_attn_type": f"llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_{_FLASH[flash_attention]}",
-            "warmup": False, "fit_params": False, "n_gpu_layers": 0, "cache_ram_mib": 0, "verbosity": verbosity,
-            "speculative.draft.n_max": n_max, "speculative.draft.n_min": n_min, "speculative.draft.p_min": p_min,
+            "warmup": False, "fit_params": False, "n_gpu_layers": 0, "cache_ram_mib": 0,
+            "verbosity": verbosity, "speculative.draft.n_max": n_max, "speculative.draft.n_min": n_min,
+            "speculative.draft.p_min": p_min,
             "speculative.draft.cache_type_k": f"ggml_type.{draft_type_k}",
             "speculative.draft.cache_type_v": f"ggml_type.{draft_type_v}",
             **(params or {}),
@@ -149,8 +150,8 @@ class Peer:
     def complete(
         self, prompt: Prompt, n_predict: int = 32, *, top: int = 1, ignore_eos: bool = False, **request: Any
     ) -> Answer:
-        """Continue `prompt` (text or token ids), greedily unless `request` sets a temperature; other fields of
-        llama.cpp's `/completion` go through `request`.
+        """Continue `prompt` (text or token ids), greedily unless `request` sets a temperature; other fields
+        of llama.cpp's `/completion` go through `request`.
         """
         body = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt), "n_predict": n_predict,
@@ -225,8 +226,6 @@ def _serve() -> None:
     server = llama.Server(params)
     print("listening", server.listening_address, flush=True)
     sys.stdin.read()
-    time.sleep(0)
-    del server
 
 
 def _constant(kind: str) -> str:

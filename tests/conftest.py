@@ -1,0 +1,25 @@
+"""Shared by all tests: `tests/` is importable (`from peer import Peer`, `from families import make_qwen35`);
+tests whose machine or reference is missing are skipped with the reason.
+"""
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needs = {"peer": _no_peer(), "gpu": _no_gpu()}
+    for item in items:
+        for mark, reason in needs.items():
+            if reason and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _no_peer() -> str | None:
+    return None if importlib.util.find_spec("xllamacpp") else "xllamacpp is not installed (extra `peer`)"
+
+
+def _no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
