@@ -1,0 +1,125 @@
+"""Packed storage of one attention layer's keys and values, for all slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ggufspec.errors import ConfigError
+from ggufspec.kernels.kv.blocks import BLOCK, BLOCKS, PLAIN, layout_of
+from ggufspec.kernels.kv.hadamard import rotation_size
+
+CELL_CHUNK = 256  # attention walks the cells in chunks of this many; storage is rounded up to it
+
+
+@dataclass
+class KV:
+    """k, v: [n_slots, n_cells, n_kv, hd] of a plain type, or uint8 [n_slots, n_cells, n_kv, row_bytes].
+
+    Position p of a slot stands in cell p; in a ring, in cell p mod n_cells. rotation_k, rotation_v: size of the
+    Hadamard rotation applied before storing, 0 for none.
+    """
+
+    type_k: str
+    type_v: str
+    k: Tensor
+    v: Tensor
+    hd_k: int
+    hd_v: int
+    rotation_k: int
+    rotation_v: int
+    ring: bool
+
+    @property
+    def n_slots(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def n_cells(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def n_kv(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.k, self.v))
+
+
+def cells_for(n_cells: int) -> int:
+    """Cells really allocated for n_cells asked for."""
+    return -(-n_cells // CELL_CHUNK) * CELL_CHUNK
+
+
+def allocate(
+    type_k: str,
+    type_v: str,
+    n_slots: int,
+    n_cells: int,
+    n_kv: int,
+    hd_k: int,
+    hd_v: int,
+    device: torch.device | str,
+    *,
+    ring: bool = False,
+    rotation: bool = True,
+) -> KV:
+    """Storage for `n_cells` positions a slot (rounded up to 256), zeroed: masked cells must be finite.
+
+    ring: position p goes to cell p mod n_cells, so n_cells must be at least the sliding window plus the rows of a
+    step. rotation False: no Hadamard rotation (layers with different head sizes share a cache).
+    Raises ConfigError for unknown types and for head sizes that a block does not divide.
+    """
+
+    def buffer(type_name: str, hd: int, name: str) -> Tensor:
+        layout = layout_of(type_name)
+        if type_name in BLOCKS and hd % BLOCK:
+            raise ConfigError(
+                f"cache type {type_name} for {name} needs a head size divisible by {BLOCK}, the model has {hd}; use f16"
+            )
+        width = hd if type_name in PLAIN else layout.row_bytes(hd)
+        dtype = PLAIN.get(type_name, torch.uint8)
+        return torch.zeros(n_slots, cells_for(n_cells), n_kv, width, dtype=dtype, device=device)
+
+    return KV(
+        type_k,
+        type_v,
+        buffer(type_k, hd_k, "K"),
+        buffer(type_v, hd_v, "V"),
+        hd_k,
+        hd_v,
+        rotation_size(type_k, hd_k, grow=True) if rotation else 0,
+        rotation_size(type_v, hd_v, grow=False) if rotation else 0,
+        ring,
+    )
+
+
+def used_cells(kv: KV, n_past: int) -> int:
+    return min(n_past, kv.n_cells)
+
+
+def save(kv: KV, slot: int, n_past: int) -> tuple[Tensor, Tensor]:
+    """The cells of the first n_past positions, packed as they are, copied to the host."""
+    n = used_cells(kv, n_past)
+    return kv.k[slot, :n].clone().cpu(), kv.v[slot, :n].clone().cpu()
+
+
+def fits(kv: KV, saved: tuple[Tensor, Tensor]) -> bool:
+    """Whether saved cells can be restored into this storage."""
+    return all(
+        part.dtype == own.dtype and part.shape[1:] == own.shape[2:] and part.shape[0] <= kv.n_cells
+        for part, own in zip(saved, (kv.k, kv.v))
+    )
+
+
+def restore(kv: KV, slot: int, saved: tuple[Tensor, Tensor]) -> None:
+    """Write saved cells back; the caller has checked `fits`."""
+    for part, own in zip(saved, (kv.k, kv.v)):
+        own[slot, : part.shape[0]] = part.to(own.device)
