@@ -5,7 +5,7 @@ that begins like an entry takes it out of the cache and into a slot. The cache k
 state is: it compares tokens, counts bytes and forgets the oldest.
 
 A recurrent state cannot be cut at any position. An entry says where it can: `cuts=None` means anywhere
-(attention only); otherwise it is usable at its end and at the positions in `cuts` (checkpoints), nowhere else.
+(attention only); otherwise only at its end and at the positions in `cuts` (checkpoints).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PromptCache:
         """Take out the entry that saves most of `prompt`, or None if the slot's own content is as good.
 
         `slot_keeps` of the slot's `slot_len` tokens could be reused without the cache. An entry must beat the
-        slot both in tokens saved and in the share of itself that is kept, and at least a quarter must be kept.
+        slot in tokens saved and in the share of itself that is kept, and at least a quarter must be kept.
         """
         best_key = None
         best_saved, best_share = slot_keeps, slot_keeps / slot_len if slot_len else 0.0
