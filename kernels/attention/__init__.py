@@ -1,0 +1,18 @@
+"""Attention of a step's rows over the packed cache, the rows themselves included (store them first)."""
+
+from torch import Tensor
+
+from ggufspec.kernels.attention import plain
+from ggufspec.kernels.attention.spec import AttentionSpec
+from ggufspec.kernels.kv.storage import KV
+
+__all__ = ["AttentionSpec", "attend"]
+
+
+def attend(q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec) -> Tensor:
+    """q [B, W, H, hd] (after norm and rotary embedding) of slots [B] to [B, W, H, hd_v] float32.
+
+    Row i of entry b stands at position n_past[b] + i and sees stored positions below n_past[b] + n_rows[b] as
+    `spec` allows. Query head h reads key head h // (H / n_kv). Rows past n_rows give finite numbers of no meaning.
+    """
+    return plain.attend(q, kv, slots, n_past, n_rows, spec)
