@@ -1,4 +1,4 @@
-"""Rows: what one forward works on. A prompt chunk, a decode step, a verification and a draft block are all rows."""
+"""Rows: what one forward works on. Prompt chunks, decode steps, verifications and draft blocks are all rows."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from torch import Tensor
 class Rows:
     """`B` slots times `W` consecutive positions. Row i of entry b has position `n_past[b] + i`.
 
-    All tensors live on the model's device, so that a step can be captured in a CUDA graph and acceptance needs no
-    host. Rows at or past `n_rows[b]` are padding: computed, ignored, and never visible to other rows.
+    All tensors live on the model's device, so that a step can be captured in a CUDA graph and acceptance needs
+    no host. Rows at or past `n_rows[b]` are padding: computed, ignored, and never visible to other rows.
     """
 
     tokens: Tensor  # [B, W] int64
@@ -27,6 +27,12 @@ class Rows:
     @property
     def n_batch(self) -> int:
         return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> "Rows":
+        if self.tokens.device == device:
+            return self
+        moved = (t.to(device) for t in (self.tokens, self.slots, self.n_past, self.n_rows))
+        return Rows(*moved, tentative=self.tentative)
 
     def positions(self) -> Tensor:
         """[B, W] int64 positions of all rows, padding included."""

@@ -1,0 +1,134 @@
+"""All per-sequence memory of a model: one packed KV store per attention layer, one state per recurrent layer.
+
+Caches hold the committed past. The rows of the last step are tentative until `accept`: KV cells past the committed
+length are simply never visible, recurrent layers replay the accepted inputs at the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..kernels import gdn, kv
+from ..kernels.gdn import GdnSpec, GdnState
+from ..kernels.kv import KV
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What an attention layer keeps: heads and head sizes. A window > 0 limits what is visible, not what is kept."""
+
+    n_kv: int
+    key_length: int
+    value_length: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """What a gated DeltaNet layer keeps."""
+
+    spec: GdnSpec
+    device: torch.device
+
+
+@dataclass
+class SlotState:
+    """A copy of one slot on the host: restoring it brings back exactly the same continuation."""
+
+    n_past: int
+    kv: list[tuple[Tensor, Tensor] | None]  # packed cells [n_past, ...] of K and V
+    recurrent: list[Tensor | None]  # state and conv tail as one flat tensor, committed
+
+    @property
+    def n_bytes(self) -> int:
+        tensors = [t for pair in self.kv if pair for t in pair] + [t for t in self.recurrent if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass
+class Cache:
+    kv: list[KV | None]  # one entry a layer
+    recurrent: list[GdnState | None]
+    n_slots: int
+    n_ctx: int  # cells a slot
+    type_k: str
+    type_v: str
+
+    @classmethod
+    def allocate(cls, layers: Sequence[object], n_slots: int, n_ctx: int, type_k: str, type_v: str) -> Cache:
+        """All memory at once; nothing grows later."""
+        if n_slots < 1 or n_ctx < 1:
+            raise ConfigError(f"a cache of {n_slots} slots with {n_ctx} cells was asked for; both must be 1 or more")
+        kvs: list[KV | None] = []
+        states: list[GdnState | None] = []
+        for layer in layers:
+            if isinstance(layer, KVLayer):
+                kvs.append(kv.allocate(type_k, type_v, n_slots, n_ctx, layer.n_kv, layer.key_length,
+                                       layer.value_length, layer.device))
+                states.append(None)
+            elif isinstance(layer, RecurrentLayer):
+                kvs.append(None)
+                states.append(gdn.allocate(layer.spec, n_slots, layer.device))
+            else:
+                raise TypeError(f"unknown cache layer {layer!r}")
+        return cls(kvs, states, n_slots, n_ctx, type_k, type_v)
+
+    @property
+    def has_recurrent(self) -> bool:
+        return any(s is not None for s in self.recurrent)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(k.n_bytes for k in self.kv if k is not None) + sum(
+            s.n_bytes for s in self.recurrent if s is not None
+        )
+
+    def accept(self, slots: Tensor, n: Tensor) -> None:
+        """Commit the first n[b] rows of slot slots[b]'s last tentative step; both [B] int64 on the device."""
+        for state in self.recurrent:
+            if state is not None:
+                gdn.accept(state, slots.to(state.device), n.to(state.device))
+
+    def reset(self, slot: int) -> None:
+        """Start a new sequence in a slot."""
+        for state in self.recurrent:
+            if state is not None:
+                gdn.reset(state, slot)
+
+    def save(self, slot: int, n_past: int) -> SlotState:
+        """Copy the committed past of a slot to the host; pending rows of recurrent layers are committed first."""
+        kvs: list[tuple[Tensor, Tensor] | None] = []
+        states: list[Tensor | None] = []
+        for k, s in zip(self.kv, self.recurrent):
+            kvs.append(None if k is None else kv.save(k, slot, n_past))
+            states.append(None if s is None else gdn.save(s, slot))
+        return SlotState(n_past, kvs, states)
+
+    def save_recurrent(self, slot: int) -> list[Tensor | None]:
+        """Only the recurrent part, on its device: a checkpoint (the KV cells below it stay where they are)."""
+        return [None if s is None else gdn.save(s, slot, to_host=False) for s in self.recurrent]
+
+    def restore_recurrent(self, slot: int, states: list[Tensor | None]) -> None:
+        for state, saved in zip(self.recurrent, states):
+            if state is not None and saved is not None:
+                gdn.restore(state, slot, saved)
+
+    def restore(self, slot: int, saved: SlotState) -> None:
+        """All or nothing: everything is checked before the first byte is written."""
+        if len(saved.kv) != len(self.kv) or saved.n_past > self.n_ctx:
+            raise ConfigError(
+                f"a saved slot of {len(saved.kv)} layers and {saved.n_past} tokens does not fit a cache of "
+                f"{len(self.kv)} layers and {self.n_ctx} cells"
+            )
+        for k, pair in zip(self.kv, saved.kv):
+            if (k is None) != (pair is None) or (k is not None and pair is not None and not kv.fits(k, pair)):
+                raise ConfigError("a saved slot has other cache types or head sizes than this cache")
+        for k, pair in zip(self.kv, saved.kv):
+            if k is not None and pair is not None:
+                kv.restore(k, slot, pair)
+        self.restore_recurrent(slot, saved.recurrent)

@@ -1,0 +1,45 @@
+"""Target models. `load_model` reads a GGUF file of any supported architecture onto its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError
+from ..placement import Placement, default_device
+from ..weights import Weights
+from . import gemma3, llama, qwen2, qwen3, qwen35
+from .base import Model, Output
+from .config import Config, read_config
+
+if TYPE_CHECKING:
+    from ..gguf_file import GGUFFile
+
+__all__ = ["ARCHITECTURES", "Config", "Model", "Output", "load_model", "read_config"]
+
+ARCHITECTURES: dict[str, Callable[[Weights, Config, Placement], Model]] = {
+    "qwen35": qwen35.load,
+    "qwen3": qwen3.load,
+    "qwen2": qwen2.load,
+    "llama": llama.load,
+    "gemma3": gemma3.load,
+}
+
+
+def load_model(file: GGUFFile, placement: Placement | None = None, *, weights: Weights | None = None,
+               progress: Callable[[int], None] | None = None) -> Model:
+    """The target model of `file`. `weights` may be shared with a drafter that reads the same file.
+
+    Errors: UnsupportedError for an architecture without code here, FileError and ConfigError for a bad file.
+    """
+    name = file.architecture
+    if name not in ARCHITECTURES:
+        hint = "; it is a drafter, give it with --model-draft" if name == "dflash" else ""
+        raise UnsupportedError(
+            f"{file.path}: architecture {name!r} is not supported as a target{hint}; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    config = read_config(file)
+    if placement is None:
+        placement = Placement.single(default_device(), config.n_layers)
+    return ARCHITECTURES[name](weights or Weights(file, progress), config, placement)

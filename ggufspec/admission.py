@@ -1,0 +1,137 @@
+"""How a job gets a slot, and how much of its prompt need not be evaluated again.
+
+Attention layers can drop cells at any position. Recurrent layers can only stand at their end or at a checkpoint, so
+checkpoints are taken at chunk borders and shortly before the end of a prompt: the next turn of a chat repeats all but
+the last few tokens of this one's prompt.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError
+from .job import Job, JobState
+from .slot import Checkpoint, Slot
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+# The generation prompt of chat templates (role header, opening think tag) is shorter than this.
+TAIL = 16
+
+
+def choose_slot(slots: list[Slot], job: Job, recurrent: bool) -> Slot | None:
+    """The free slot that saves most of the prompt; among equals the one unused for longest."""
+    request = job.request
+    free = [s for s in slots if s.job is None and request.slot in (None, s.id)]
+    if not free:
+        return None
+    if not request.cache_prompt:
+        return min(free, key=lambda s: (s.n_past, s.t_used))
+    return max(free, key=lambda s: (s.reusable(request.prompt, recurrent), -s.t_used))
+
+
+def start(engine: Engine, slot: Slot, job: Job) -> None:
+    """Put a job into a free slot and bring the slot to the longest prefix that can be reused."""
+    request, recurrent = job.request, engine.cache.has_recurrent
+    n = slot.reusable(request.prompt, recurrent) if request.cache_prompt else 0
+    if request.cache_prompt and engine.prompt_cache.limit_bytes != 0:
+        if slot.n_past > 0 and n < slot.n_past:
+            stash(engine, slot)
+        entry = engine.prompt_cache.take(request.prompt, n, slot.n_past)
+        if entry is not None:
+            restore(engine, slot, entry.state)
+            n = slot.reusable(request.prompt, recurrent)
+    cut(engine, slot, n)
+    job.slot, job.state = slot.id, JobState.PROMPT
+    job.n_prompt_cached = job.n_prompt_done = job.stats.cache_n = n
+    slot.job, slot.last = job, -1
+    slot.stream = engine.new_stream(request)
+    engine.chooser.start(slot)
+
+
+def cut(engine: Engine, slot: Slot, n: int) -> None:
+    """Keep the first n tokens of a slot; n is a length that `Slot.reusable` gave."""
+    if n == slot.n_past and n > 0:
+        return
+    if n == 0:
+        clear(engine, slot)
+        return
+    if engine.cache.has_recurrent:
+        point = next(c for c in slot.checkpoints if c.n_past == n)
+        engine.cache.restore_recurrent(slot.id, point.states)
+        if engine.drafter is not None:
+            engine.drafter.restore(slot.id, point.drafter)
+    elif engine.drafter is not None:
+        engine.drafter.restore(slot.id, engine.drafter.save(slot.id, n))
+    slot.checkpoints = [c for c in slot.checkpoints if c.n_past <= n]
+    del slot.tokens[n:]
+
+
+def clear(engine: Engine, slot: Slot) -> None:
+    engine.cache.reset(slot.id)
+    if engine.drafter is not None:
+        engine.drafter.reset(slot.id)
+    slot.tokens, slot.checkpoints, slot.last = [], [], -1
+
+
+def chunk_end(n_past: int, n_prompt: int, n_ubatch: int, recurrent: bool) -> int:
+    """Where the next prompt chunk ends: at a multiple of the micro-batch counted from the sequence's start.
+
+    Absolute borders make a prompt's chunks, and so its rounding, independent of what was reused before a border.
+    """
+    end = min(n_prompt, (n_past // n_ubatch + 1) * n_ubatch)
+    tail = n_prompt - TAIL
+    if recurrent and n_past < tail < end:
+        return tail
+    return end
+
+
+def checkpoint(engine: Engine, slot: Slot) -> None:
+    """Keep the state after the chunk just evaluated; past the limit the second oldest goes (spread, keep ends)."""
+    if engine.n_checkpoints <= 0:
+        return
+    drafter = engine.drafter
+    state = None if drafter is None else drafter.save(slot.id, slot.n_past)
+    slot.checkpoints.append(Checkpoint(slot.n_past, engine.cache.save_recurrent(slot.id), state))
+    while len(slot.checkpoints) > engine.n_checkpoints:
+        del slot.checkpoints[min(1, len(slot.checkpoints) - 1)]
+
+
+def save(engine: Engine, slot: Slot) -> dict[str, Any]:
+    drafter = engine.drafter
+    return {
+        "tokens": list(slot.tokens),
+        "cache": engine.cache.save(slot.id, slot.n_past),
+        "drafter": None if drafter is None else (drafter.name, drafter.save(slot.id, slot.n_past)),
+        "checkpoints": [Checkpoint(c.n_past, list(c.states), c.drafter) for c in slot.checkpoints],
+    }
+
+
+def restore(engine: Engine, slot: Slot, data: dict[str, Any]) -> None:
+    """Everything or nothing: a mismatch is found before the first write."""
+    drafter, saved = engine.drafter, data["drafter"]
+    have = None if drafter is None else drafter.name
+    wants = None if saved is None else saved[0]
+    if have != wants:
+        raise ConfigError(f"the saved slot was made with drafter {wants or 'none'}, this engine runs {have or 'none'}")
+    if len(data["tokens"]) > engine.n_ctx:
+        raise ConfigError(f"the saved slot has {len(data['tokens'])} tokens; a slot here holds {engine.n_ctx}")
+    engine.cache.restore(slot.id, data["cache"])
+    if drafter is not None and saved is not None:
+        drafter.restore(slot.id, saved[1])
+    slot.tokens, slot.checkpoints, slot.last = list(data["tokens"]), list(data["checkpoints"]), -1
+
+
+def stash(engine: Engine, slot: Slot) -> None:
+    """Move a slot's state to the host cache before another prompt overwrites it."""
+    if not engine.prompt_cache.wants(slot.tokens):
+        return
+    data = save(engine, slot)
+    cuts = [c.n_past for c in slot.checkpoints] if engine.cache.has_recurrent else None
+    n_bytes = data["cache"].n_bytes + sum(
+        t.numel() * t.element_size() for c in slot.checkpoints for t in c.states if t is not None
+    )
+    engine.prompt_cache.save(slot.tokens, data, n_bytes, cuts)
+
+

@@ -1,0 +1,136 @@
+"""What every target model offers to the engine, and the walk over its layers that all architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache
+from ..kernels.matmul import WeightGroup, gather, matmul
+from ..kernels.norm import add_rms_norm, rms_norm
+from ..kernels.rope import RopeSpec, tables
+from ..rows import Rows
+from .config import Config
+
+Logits = Literal["all", "last", "none"]
+
+
+@dataclass
+class Output:
+    """What a forward returns; row order is that of `Rows`."""
+
+    logits: Tensor | None  # [B, W, V] for "all", [B, 1, V] (last valid row) for "last"
+    hidden: Tensor  # [B, W, D] after the final norm, the vectors that the head multiplies
+    taps: Tensor | None  # [B, W, m * D], residual streams entering the tapped layers, in the order asked for
+
+
+@dataclass
+class Step:
+    """Things all layers of one forward need, computed once a device."""
+
+    rows: Rows
+    positions: Tensor  # [B, W] int64
+    store_positions: Tensor  # [B, W] int64, -1 for padding
+    _tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Rows) -> Step:
+        return cls(rows, rows.positions(), rows.store_positions())
+
+    def rope(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, W, n_rot/2] of these rows' positions, shared by all layers with this spec."""
+        if id(spec) not in self._tables:
+            self._tables[id(spec)] = tables(self.positions, spec)
+        return self._tables[id(spec)]
+
+
+class Layer(Protocol):
+    """One block. `device` says where its weights and caches live."""
+
+    device: torch.device
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
+        """(residual [B, W, D], pending addition or None) in; the same two out.
+
+        The addition of a sub-layer's result is left to the next norm, which fuses it. The returned residual plus
+        addition is the stream entering the next layer.
+        """
+        ...
+
+
+@dataclass
+class Model:
+    """A target: embedding, layers in order, final norm, head. Architectures build it; nothing subclasses it."""
+
+    config: Config
+    embedding: WeightGroup  # one weight [V, D]
+    layers: Sequence[Layer]
+    output_norm: Tensor  # [D]
+    head: WeightGroup  # one weight [V, D]
+    cache_layers: Sequence[object]  # what Cache.allocate needs to know of each layer, see cache
+    head_bias: Tensor | None = None  # [V]
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
+    can_tap: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.output_norm.device
+
+    @property
+    def n_vocab(self) -> int:
+        return self.head.shapes[0][0]
+
+    def new_cache(self, n_slots: int, n_ctx: int, type_k: str = "f16", type_v: str = "f16") -> Cache:
+        return Cache.allocate(self.cache_layers, n_slots, n_ctx, type_k, type_v)
+
+    def forward(self, rows: Rows, cache: Cache, *, taps: Sequence[int] = (), logits: Logits = "all") -> Output:
+        x = self.embed(rows.tokens)
+        delta: Tensor | None = None
+        step = Step.of(rows)
+        tapped: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                x, delta = (x if delta is None else x + delta), None
+                tapped[i] = x
+            if layer.device != x.device:
+                x, delta = x.to(layer.device), None if delta is None else delta.to(layer.device)
+                step = Step.of(rows.to(layer.device))
+            x, delta = layer(x, delta, step, cache)
+        _, hidden = add_norm(x, delta, self.output_norm, self.config.layer_norm_rms_epsilon)
+        features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
+        return Output(self.logits(hidden, rows, logits), hidden, features)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, W] ids to [B, W, D] float32 rows. Ids outside the vocabulary are the caller's bug, never indexed."""
+        x = gather(self.embedding, tokens.reshape(-1)).view(*tokens.shape, -1)
+        return x * self.embedding_scale if self.embedding_scale != 1.0 else x
+
+    def logits(self, hidden: Tensor, rows: Rows, which: Logits) -> Tensor | None:
+        if which == "none":
+            return None
+        if which == "last":
+            last = (rows.n_rows - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+            hidden = hidden.gather(1, last)
+        return self.project(hidden)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """[B, W, D] normed hidden rows through the head: [B, W, V] float32."""
+        (out,) = matmul(hidden.reshape(-1, hidden.shape[-1]), self.head)
+        out = out.view(*hidden.shape[:-1], -1)
+        if self.head_bias is not None:
+            out = out + self.head_bias
+        if self.logit_softcap > 0.0:
+            out = self.logit_softcap * torch.tanh(out / self.logit_softcap)
+        return out
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMS norm); delta None means zero."""
+    if delta is None:
+        return x, rms_norm(x, weight, eps)
+    return add_rms_norm(x, delta, weight, eps)

@@ -1,0 +1,153 @@
+"""Model configuration: one dataclass per idea, filled from a GGUF file's keys (names as in the file)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, FileError
+from ..kernels.rope import RopeSpec
+
+if TYPE_CHECKING:
+    from ..gguf_file import GGUFFile
+
+MODEL_PAIRING = {"qwen2": "neox", "qwen3": "neox", "qwen35": "neox", "gemma3": "neox", "dflash": "neox",
+                 "llama": "norm"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Keys every architecture has; `{A}.` stands for the architecture name in the comments."""
+
+    architecture: str
+    name: str
+    context_length: int
+    embedding_length: int  # D
+    block_count: int  # all blocks, MTP ones included
+    nextn_predict_layers: int
+    feed_forward_length: tuple[int, ...]  # F per block
+    head_count: tuple[int, ...]  # H per block
+    head_count_kv: tuple[int, ...]  # KV per block
+    key_length: int  # hd of q and k
+    value_length: int  # hd of v
+    layer_norm_rms_epsilon: float
+    causal: bool
+    rope: RopeSpec
+    n_vocab: int
+
+    @property
+    def n_layers(self) -> int:
+        """Trunk layers: blocks without the MTP ones."""
+        return self.block_count - self.nextn_predict_layers
+
+
+class Keys:
+    """Typed access to one file's keys, with `{A}.` filled in and errors that name the key."""
+
+    def __init__(self, file: GGUFFile):
+        self.file = file
+        self.architecture = file.architecture
+
+    def _name(self, key: str) -> str:
+        return key if key.startswith(("general.", "tokenizer.")) else f"{self.architecture}.{key}"
+
+    def has(self, key: str) -> bool:
+        return self._name(key) in self.file.metadata
+
+    def int(self, key: str, default: int | None = None) -> int:
+        return self._get(key, int, default)
+
+    def float(self, key: str, default: float | None = None) -> float:
+        return float(self._get(key, float, default))
+
+    def bool(self, key: str, default: bool | None = None) -> bool:
+        return self._get(key, bool, default)
+
+    def str(self, key: str, default: str | None = None) -> str:
+        return self._get(key, str, default)
+
+    def list(self, key: str, default: list[Any] | None = None) -> list[Any]:
+        value = self._get(key, list, default)
+        return list(value)
+
+    def ints(self, key: str, n: int, default: int | tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """A key that may be one integer or an array with one entry per block; always `n` values."""
+        value = self.file.metadata.get(self._name(key), default)
+        if value is None:
+            raise FileError(f"{self.file.path}: key {self._name(key)} is missing; expected an integer or an array")
+        if isinstance(value, int) and not isinstance(value, bool):
+            return (value,) * n
+        values = tuple(value)
+        if len(values) < n or not all(isinstance(v, int) for v in values):
+            raise FileError(
+                f"{self.file.path}: key {self._name(key)} has {len(values)} entries; expected {n} integers, one a block"
+            )
+        return values[:n]
+
+    def _get(self, key: str, kind: type, default: Any) -> Any:
+        name = self._name(key)
+        if default is not None and name not in self.file.metadata:
+            return default
+        return self.file.get(name, kind)
+
+
+def read_config(file: GGUFFile) -> Config:
+    """The common keys of `file`; FileError names a missing or ill-typed key, ConfigError a contradiction."""
+    keys = Keys(file)
+    architecture = keys.architecture
+    D = keys.int("embedding_length")
+    n = keys.int("block_count")
+    if n < 1 or n > 4096:
+        raise FileError(f"{file.path}: key {architecture}.block_count is {n}; expected 1 to 4096")
+    heads = keys.ints("attention.head_count", n, 0)
+    first = max(heads) if heads else 0
+    default_length = D // first if first else 0
+    key_length = keys.int("attention.key_length", default_length)
+    nextn = keys.int("nextn_predict_layers", 0)
+    if nextn >= n and nextn > 0:
+        raise ConfigError(
+            f"{file.path}: {architecture}.nextn_predict_layers is {nextn} but block_count is only {n}; "
+            "expected fewer MTP blocks than blocks"
+        )
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    embedding = file.tensors.get("token_embd.weight") or file.tensors.get("output.weight")
+    n_vocab = len(tokens) if tokens is not None else (embedding.shape[0] if embedding else 0)
+    return Config(
+        architecture=architecture,
+        name=keys.str("general.name", ""),
+        context_length=keys.int("context_length"),
+        embedding_length=D,
+        block_count=n,
+        nextn_predict_layers=nextn,
+        feed_forward_length=keys.ints("feed_forward_length", n, 0),
+        head_count=heads,
+        head_count_kv=keys.ints("attention.head_count_kv", n, heads),
+        key_length=key_length,
+        value_length=keys.int("attention.value_length", default_length),
+        layer_norm_rms_epsilon=keys.float("attention.layer_norm_rms_epsilon"),
+        causal=keys.bool("attention.causal", True),
+        rope=read_rope(keys, key_length),
+        n_vocab=n_vocab,
+    )
+
+
+def read_rope(keys: Keys, key_length: int) -> RopeSpec:
+    """The rope keys as one spec; scaling as models use it (none, linear, yarn)."""
+    scaling = keys.str("rope.scaling.type", "linear")
+    if scaling not in ("none", "linear", "yarn", "longrope"):
+        raise FileError(
+            f"{keys.file.path}: key {keys.architecture}.rope.scaling.type is {scaling!r}; "
+            "expected none, linear, yarn or longrope"
+        )
+    factor = keys.float("rope.scaling.factor", keys.float("rope.scale_linear", 0.0))
+    sections = keys.list("rope.dimension_sections", [])
+    return RopeSpec(
+        n_rot=keys.int("rope.dimension_count", key_length),
+        base=keys.float("rope.freq_base", 10000.0),
+        freq_scale=1.0 if scaling == "none" or factor == 0.0 else 1.0 / factor,
+        ext_factor=1.0 if scaling == "yarn" else 0.0,
+        attn_factor=keys.float("rope.scaling.attn_factor", 1.0),
+        n_ctx_orig=keys.int("rope.scaling.original_context_length", keys.int("context_length")),
+        pairing=MODEL_PAIRING.get(keys.architecture, "neox"),
+        sections=tuple(int(s) for s in sections) if sections else None,
+    )

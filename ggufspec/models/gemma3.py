@@ -1,0 +1,66 @@
+"""gemma3: scaled embeddings, norms before and after each sub-layer, sliding-window layers, GELU, optional softcap."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from ..errors import FileError
+from ..kernels.norm import geglu
+from ..placement import Placement
+from ..weights import Weights
+from .assemble import assemble
+from .base import Model
+from .config import Config, Keys
+from .layers import Attention, Block, FeedForward
+
+
+def sliding_layers(keys: Keys, n_layers: int) -> tuple[bool, ...]:
+    """Which layers see only the window: an array of booleans, or a period p (layer i slides unless i mod p = p - 1)."""
+    if keys.int("attention.sliding_window", 0) == 0:
+        return (False,) * n_layers
+    name = f"{keys.architecture}.attention.sliding_window_pattern"
+    pattern = keys.file.metadata.get(name, 6)
+    if isinstance(pattern, int):
+        if pattern < 1:
+            raise FileError(f"{keys.file.path}: key {name} is {pattern}; expected 1 or more")
+        return tuple(i % pattern != pattern - 1 for i in range(n_layers))
+    flags = tuple(bool(x) for x in pattern)
+    if len(flags) < n_layers:
+        raise FileError(f"{keys.file.path}: key {name} has {len(flags)} entries; expected {n_layers}, one a layer")
+    return flags[:n_layers]
+
+
+def load(weights: Weights, config: Config, placement: Placement) -> Model:
+    keys = Keys(weights.file)
+    D, eps, n = config.embedding_length, config.layer_norm_rms_epsilon, config.n_layers
+    window = keys.int("attention.sliding_window", 0)
+    slides = sliding_layers(keys, n)
+    local_rope = replace(config.rope, base=keys.float("rope.freq_base_swa", 10000.0), freq_scale=1.0)
+    # The 27B model (62 layers) is the one whose query scale is not that of its head size.
+    scale = (D / config.head_count[0]) ** -0.5 if n == 62 else config.key_length**-0.5
+
+    def make(i: int, device: torch.device) -> Block:
+        name = f"blk.{i}"
+        return Block(
+            index=i,
+            device=device,
+            attn_norm=weights.vector(f"{name}.attn_norm.weight", (D,), device),
+            attention=Attention.load(
+                weights, name, config, i, device, norms=True, scale=scale,
+                rope=local_rope if slides[i] else config.rope, window=window if slides[i] else 0,
+            ),
+            ffn_norm=weights.vector(f"{name}.ffn_norm.weight", (D,), device),
+            ffn=FeedForward.load(weights, name, D, config.feed_forward_length[i], device, activation=geglu),
+            eps=eps,
+            post_attention_norm=weights.vector(f"{name}.post_attention_norm.weight", (D,), device),
+            post_ffw_norm=weights.vector(f"{name}.post_ffw_norm.weight", (D,), device),
+        )
+
+    model = assemble(weights, config, placement, make)
+    model.embedding_scale = math.sqrt(D)
+    model.logit_softcap = keys.float("final_logit_softcapping", 0.0)
+    model.can_tap = False
+    return model

@@ -1,0 +1,185 @@
+"""Sub-layers that architectures share: feed-forward, attention projections and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache
+from ..errors import UnsupportedError
+from ..kernels.attention import AttentionSpec, attend
+from ..kernels.kv import store
+from ..kernels.matmul import WeightGroup, matmul, prepare
+from ..kernels.norm import geglu, rms_norm, swiglu
+from ..kernels.rope import RopeSpec, rotate
+from ..weights import Weights
+from .base import Step, add_norm
+from .config import Config
+
+
+def flat(x: Tensor) -> Tensor:
+    """[B, W, D] to [T, D]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+@dataclass
+class FeedForward:
+    """y = (act(x Wg) * (x Wu)) Wd, biases optional."""
+
+    gate_up: WeightGroup  # gate [F, D], up [F, D]
+    down: WeightGroup  # [D, F]
+    activation: Callable[[Tensor, Tensor], Tensor]
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @classmethod
+    def load(cls, weights: Weights, block: str, D: int, F: int, device: torch.device,
+             activation: Callable[[Tensor, Tensor], Tensor] = swiglu) -> FeedForward:
+        return cls(
+            weights.group(device, (f"{block}.ffn_gate.weight", (F, D)), (f"{block}.ffn_up.weight", (F, D))),
+            weights.group(device, (f"{block}.ffn_down.weight", (D, F))),
+            activation,
+            weights.optional_vector(f"{block}.ffn_gate.bias", (F,), device),
+            weights.optional_vector(f"{block}.ffn_up.bias", (F,), device),
+            weights.optional_vector(f"{block}.ffn_down.bias", (D,), device),
+        )
+
+    def __call__(self, n: Tensor) -> Tensor:
+        gate, up = matmul(prepare(flat(n)), self.gate_up)
+        gate = add_bias(gate, self.gate_bias)
+        up = add_bias(up, self.up_bias)
+        (out,) = matmul(prepare(self.activation(gate, up)), self.down)
+        return add_bias(out, self.down_bias).view(n.shape)
+
+
+@dataclass
+class Projections:
+    """Q, K, V from one input, with optional biases and per-head norms; the fused `attn_qkv` form included."""
+
+    qkv: WeightGroup
+    fused: bool
+    sizes: tuple[int, int, int]  # rows of q, k, v
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None]
+    q_norm: Tensor | None  # [hd]
+    k_norm: Tensor | None
+
+    @classmethod
+    def load(cls, weights: Weights, block: str, config: Config, layer: int, device: torch.device, *,
+             norms: bool) -> Projections:
+        D, hd = config.embedding_length, config.key_length
+        H, KV = config.head_count[layer], config.head_count_kv[layer]
+        q, k, v = H * hd, KV * hd, KV * config.value_length
+        fused = weights.has(f"{block}.attn_qkv.weight")
+        if fused:
+            group = weights.group(device, (f"{block}.attn_qkv.weight", (q + k + v, D)))
+        else:
+            group = weights.group(
+                device,
+                (f"{block}.attn_q.weight", (q, D)),
+                (f"{block}.attn_k.weight", (k, D)),
+                (f"{block}.attn_v.weight", (v, D)),
+            )
+        biases: tuple[Tensor | None, ...]
+        if weights.has(f"{block}.attn_qkv.bias"):
+            biases = weights.vector(f"{block}.attn_qkv.bias", (q + k + v,), device).split((q, k, v))
+        else:
+            biases = tuple(
+                weights.optional_vector(f"{block}.attn_{name}.bias", (size,), device)
+                for name, size in (("q", q), ("k", k), ("v", v))
+            )
+        return cls(
+            group, fused, (q, k, v), (biases[0], biases[1], biases[2]),
+            weights.vector(f"{block}.attn_q_norm.weight", (hd,), device) if norms else None,
+            weights.vector(f"{block}.attn_k_norm.weight", (hd,), device) if norms else None,
+        )
+
+    def __call__(self, n: Tensor, hd: int, hd_v: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """n [B, W, D] to q [B, W, H, hd], k [B, W, KV, hd], v [B, W, KV, hd_v]; norms applied, not yet rotated."""
+        outs = matmul(prepare(flat(n)), self.qkv)
+        q, k, v = outs[0].split(self.sizes, dim=-1) if self.fused else outs
+        q, k, v = (add_bias(t, b) for t, b in zip((q, k, v), self.biases))
+        shape = n.shape[:2]
+        q, k, v = q.reshape(*shape, -1, hd), k.reshape(*shape, -1, hd), v.reshape(*shape, -1, hd_v)
+        if self.q_norm is not None:
+            q = rms_norm(q, self.q_norm, eps)
+        if self.k_norm is not None:
+            k = rms_norm(k, self.k_norm, eps)
+        return q, k, v
+
+
+@dataclass
+class Attention:
+    """Causal self-attention over the layer's KV cache."""
+
+    projections: Projections
+    output: WeightGroup  # [D, H * hd_v]
+    output_bias: Tensor | None
+    rope: RopeSpec
+    spec: AttentionSpec
+    key_length: int
+    value_length: int
+    eps: float
+
+    @classmethod
+    def load(cls, weights: Weights, block: str, config: Config, layer: int, device: torch.device, *,
+             norms: bool, rope: RopeSpec, scale: float | None = None, window: int = 0) -> Attention:
+        H, hd, hd_v = config.head_count[layer], config.key_length, config.value_length
+        if not config.causal:
+            raise UnsupportedError(f"{weights.file.path}: {config.architecture}.attention.causal is false; "
+                                   "text generation needs a causal model")
+        return cls(
+            Projections.load(weights, block, config, layer, device, norms=norms),
+            weights.group(device, (f"{block}.attn_output.weight", (config.embedding_length, H * hd_v))),
+            weights.optional_vector(f"{block}.attn_output.bias", (config.embedding_length,), device),
+            rope,
+            AttentionSpec(scale=hd**-0.5 if scale is None else scale, causal=True, window=window),
+            hd, hd_v, config.layer_norm_rms_epsilon,
+        )
+
+    def __call__(self, n: Tensor, step: Step, cache: Cache, layer: int) -> Tensor:
+        rows, kv = step.rows, cache.kv[layer]
+        assert kv is not None
+        q, k, v = self.projections(n, self.key_length, self.value_length, self.eps)
+        cos, sin = step.rope(self.rope)
+        q, k = rotate(q, cos, sin, self.rope), rotate(k, cos, sin, self.rope)
+        store(kv, k, v, rows.slots, step.store_positions)
+        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec)
+        (out,) = matmul(prepare(o.reshape(-1, o.shape[-2] * o.shape[-1])), self.output)
+        return add_bias(out, self.output_bias).view(n.shape)
+
+
+@dataclass
+class Block:
+    """The common block: attention, then feed-forward, each behind a norm; post-norms where the model has them."""
+
+    index: int
+    device: torch.device
+    attn_norm: Tensor
+    attention: Attention
+    ffn_norm: Tensor
+    ffn: FeedForward
+    eps: float
+    post_attention_norm: Tensor | None = None
+    post_ffw_norm: Tensor | None = None
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
+        x, n = add_norm(x, delta, self.attn_norm, self.eps)
+        y = self.attention(n, step, cache, self.index)
+        if self.post_attention_norm is not None:
+            y = rms_norm(y, self.post_attention_norm, self.eps)
+        x, n = add_norm(x, y, self.ffn_norm, self.eps)
+        y = self.ffn(n)
+        if self.post_ffw_norm is not None:
+            y = rms_norm(y, self.post_ffw_norm, self.eps)
+        return x, y
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+ACTIVATIONS = {"silu": swiglu, "gelu": geglu, "gelu_pytorch_tanh": geglu}

@@ -1,0 +1,16 @@
+"""qwen2: as qwen3 without the norms of q and k, with biases on q, k and v. Drafters cannot tap it."""
+
+from ..placement import Placement
+from ..weights import Weights
+from .assemble import assemble, block
+from .base import Model
+from .config import Config
+
+
+def load(weights: Weights, config: Config, placement: Placement) -> Model:
+    model = assemble(
+        weights, config, placement,
+        lambda i, device: block(weights, config, i, device, norms=False, rope=config.rope),
+    )
+    model.can_tap = False
+    return model

@@ -1,0 +1,296 @@
+"""qwen35: three gated DeltaNet layers, then one gated attention layer, repeated; optionally one MTP block at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache import Cache, KVLayer, RecurrentLayer
+from ..errors import ConfigError, FileError, UnsupportedError
+from ..kernels import gdn
+from ..kernels.attention import AttentionSpec, attend
+from ..kernels.gdn import GdnSpec, GdnWeights
+from ..kernels.kv import KV, store
+from ..kernels.matmul import WeightGroup, matmul, prepare
+from ..kernels.norm import gated_norm, rms_norm
+from ..kernels.rope import RopeSpec, rotate
+from ..placement import Placement
+from ..weights import Weights
+from .assemble import CacheLayer, assemble, kv_layer
+from .base import Model, Step, add_norm
+from .config import Config, Keys
+from .layers import FeedForward, flat
+
+
+def gdn_spec(keys: Keys, eps: float) -> GdnSpec:
+    """The `ssm.*` keys; ConfigError when they contradict one another."""
+    d, inner = keys.int("ssm.state_size"), keys.int("ssm.inner_size")
+    n_v, n_k = keys.int("ssm.time_step_rank"), keys.int("ssm.group_count")
+    if n_v * d != inner or n_k < 1 or n_v % max(n_k, 1) != 0:
+        raise ConfigError(
+            f"{keys.file.path}: qwen35.ssm.inner_size is {inner}, but time_step_rank {n_v} times state_size {d} is "
+            f"{n_v * d} and group_count is {n_k}; expected inner_size = rank x size and rank a multiple of groups"
+        )
+    return GdnSpec(n_k=n_k, n_v=n_v, d=d, conv_kernel=keys.int("ssm.conv_kernel"), eps=eps)
+
+
+def recurrent_layers(keys: Keys, config: Config) -> tuple[bool, ...]:
+    """Which blocks are gated DeltaNet; MTP blocks never are."""
+    n = config.block_count
+    name = "attention.recurrent_layers"
+    if keys.has(name):
+        flags = tuple(bool(f) for f in keys.list(name))
+        if len(flags) < config.n_layers:
+            raise FileError(f"{keys.file.path}: key qwen35.{name} has {len(flags)} entries; expected {n}, one a block")
+        return (*flags[: config.n_layers], *(False,) * config.nextn_predict_layers)
+    interval = keys.int("full_attention_interval", 4)
+    if interval < 1:
+        raise FileError(f"{keys.file.path}: key qwen35.full_attention_interval is {interval}; expected 1 or more")
+    return tuple(i < config.n_layers and (i + 1) % interval != 0 for i in range(n))
+
+
+@dataclass
+class GatedAttention:
+    """Attention whose output is gated: q rows hold, per head, the query and then the gate."""
+
+    qkv: WeightGroup  # q with gate [H * 2 * hd, D], k, v [KV * hd, D]
+    output: WeightGroup
+    q_norm: Tensor
+    k_norm: Tensor
+    rope: RopeSpec
+    spec: AttentionSpec
+    n_head: int
+    n_kv: int
+    hd: int
+    eps: float
+
+    @classmethod
+    def load(cls, weights: Weights, name: str, config: Config, layer: int, device: torch.device) -> GatedAttention:
+        D, H, KV_, hd = config.embedding_length, config.head_count[layer], config.head_count_kv[layer], config.key_length
+        return cls(
+            weights.group(
+                device,
+                (f"{name}.attn_q.weight", (2 * H * hd, D)),
+                (f"{name}.attn_k.weight", (KV_ * hd, D)),
+                (f"{name}.attn_v.weight", (KV_ * hd, D)),
+            ),
+            weights.group(device, (f"{name}.attn_output.weight", (D, H * hd))),
+            weights.vector(f"{name}.attn_q_norm.weight", (hd,), device),
+            weights.vector(f"{name}.attn_k_norm.weight", (hd,), device),
+            config.rope, AttentionSpec(scale=hd**-0.5, causal=True), H, KV_, hd, config.layer_norm_rms_epsilon,
+        )
+
+    def __call__(self, n: Tensor, step: Step, kv: KV) -> Tensor:
+        rows = step.rows
+        B, W = n.shape[:2]
+        q_gate, k, v = matmul(prepare(flat(n)), self.qkv)
+        q, gate = q_gate.view(B, W, self.n_head, 2, self.hd).unbind(3)
+        cos, sin = step.rope(self.rope)
+        q = rotate(rms_norm(q.contiguous(), self.q_norm, self.eps), cos, sin, self.rope)
+        k = rotate(rms_norm(k.view(B, W, self.n_kv, self.hd), self.k_norm, self.eps), cos, sin, self.rope)
+        store(kv, k, v.view(B, W, self.n_kv, self.hd), rows.slots, step.store_positions)
+        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec) * torch.sigmoid(gate)
+        (out,) = matmul(prepare(o.reshape(B * W, -1)), self.output)
+        return out.view(n.shape)
+
+
+@dataclass
+class GatedDeltaNet:
+    """Linear attention with a gated delta rule; see kernels.gdn for the recurrence."""
+
+    inputs: WeightGroup  # qkv [conv_dim, D], z [n_v * d, D], alpha [n_v, D], beta [n_v, D]
+    output: WeightGroup  # [D, n_v * d]
+    core: GdnWeights
+    norm: Tensor  # [d]
+    spec: GdnSpec
+
+    @classmethod
+    def load(cls, weights: Weights, name: str, D: int, spec: GdnSpec, device: torch.device) -> GatedDeltaNet:
+        conv, value = spec.conv_dim, spec.n_v * spec.d
+        return cls(
+            weights.group(
+                device,
+                (f"{name}.attn_qkv.weight", (conv, D)),
+                (f"{name}.attn_gate.weight", (value, D)),
+                (f"{name}.ssm_alpha.weight", (spec.n_v, D)),
+                (f"{name}.ssm_beta.weight", (spec.n_v, D)),
+            ),
+            weights.group(device, (f"{name}.ssm_out.weight", (D, value))),
+            GdnWeights(
+                conv=weights.vector(f"{name}.ssm_conv1d.weight", (conv, spec.conv_kernel), device),
+                dt=weights.vector(f"{name}.ssm_dt.bias", (spec.n_v,), device),
+                a=weights.vector(f"{name}.ssm_a", (spec.n_v,), device),
+            ),
+            weights.vector(f"{name}.ssm_norm.weight", (spec.d,), device),
+            spec,
+        )
+
+    def __call__(self, n: Tensor, step: Step, state: gdn.GdnState) -> Tensor:
+        rows = step.rows
+        B, W = n.shape[:2]
+        u, z, alpha, beta = (t.view(B, W, -1) for t in matmul(prepare(flat(n)), self.inputs))
+        run = gdn.step if rows.tentative else gdn.chunk
+        o = run(u, alpha, beta, self.core, state, rows.slots, rows.n_rows, self.spec)
+        z = z.reshape(B, W, self.spec.n_v, self.spec.d)
+        gated = gated_norm(o, z, self.norm, self.spec.eps)
+        (out,) = matmul(prepare(gated.reshape(B * W, -1)), self.output)
+        return out.view(n.shape)
+
+
+@dataclass
+class Qwen35Block:
+    """One trunk block of either kind."""
+
+    index: int
+    device: torch.device
+    attn_norm: Tensor
+    mixer: GatedAttention | GatedDeltaNet
+    post_attention_norm: Tensor  # the norm before the FFN
+    ffn: FeedForward
+    eps: float
+
+    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
+        x, n = add_norm(x, delta, self.attn_norm, self.eps)
+        if isinstance(self.mixer, GatedAttention):
+            kv = cache.kv[self.index]
+            assert kv is not None
+            y = self.mixer(n, step, kv)
+        else:
+            state = cache.recurrent[self.index]
+            assert state is not None
+            y = self.mixer(n, step, state)
+        x, n = add_norm(x, y, self.post_attention_norm, self.eps)
+        return x, self.ffn(n)
+
+
+def load_block(weights: Weights, config: Config, i: int, device: torch.device, recurrent: GdnSpec | None) -> Qwen35Block:
+    """Block i; `recurrent` is the spec of a gated DeltaNet block, None for an attention block."""
+    D, eps, name = config.embedding_length, config.layer_norm_rms_epsilon, f"blk.{i}"
+    mixer: GatedAttention | GatedDeltaNet
+    if recurrent is not None:
+        mixer = GatedDeltaNet.load(weights, name, D, recurrent, device)
+    else:
+        mixer = GatedAttention.load(weights, name, config, i, device)
+    return Qwen35Block(
+        i, device,
+        weights.vector(f"{name}.attn_norm.weight", (D,), device),
+        mixer,
+        weights.vector(f"{name}.post_attention_norm.weight", (D,), device),
+        FeedForward.load(weights, name, D, config.feed_forward_length[i], device),
+        eps,
+    )
+
+
+def load(weights: Weights, config: Config, placement: Placement) -> Model:
+    keys = Keys(weights.file)
+    path = weights.file.path
+    if not weights.has("blk.0.attn_norm.weight") and config.nextn_predict_layers > 0:
+        raise ConfigError(f"{path}: holds only an MTP block (no blk.0.attn_norm.weight); give it with --model-draft")
+    if config.nextn_predict_layers > 1:
+        raise UnsupportedError(f"{path}: qwen35.nextn_predict_layers is {config.nextn_predict_layers}; one is supported")
+    check_sections(keys, config)
+    spec = gdn_spec(keys, config.layer_norm_rms_epsilon)
+    recurrent = recurrent_layers(keys, config)
+
+    def cache_layer(i: int) -> CacheLayer:
+        device = placement.layers[i]
+        return RecurrentLayer(spec, device) if recurrent[i] else kv_layer(config, i, device)
+
+    return assemble(
+        weights, config, placement,
+        lambda i, device: load_block(weights, config, i, device, spec if recurrent[i] else None),
+        [cache_layer(i) for i in range(config.n_layers)],
+    )
+
+
+def check_sections(keys: Keys, config: Config) -> None:
+    sections = config.rope.sections
+    if sections is None or len(sections) != 4:
+        raise FileError(
+            f"{keys.file.path}: key qwen35.rope.dimension_sections is {list(sections or ())}; expected 4 integers"
+        )
+
+
+@dataclass
+class MtpBlock:
+    """The multi-token-prediction block: from (token, hidden row before it) to the next hidden row and its logits."""
+
+    block: Qwen35Block  # attention block; its `index` is its place in the MTP cache, 0
+    eh_proj: WeightGroup  # [D, 2 D]
+    enorm: Tensor
+    hnorm: Tensor
+    head_norm: Tensor
+    embedding: WeightGroup
+    head: WeightGroup
+    cache_layer: KVLayer
+    n_vocab: int
+    eps: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.block.device
+
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> Tensor:
+        """embedded, hidden [B, W, D] (the token's row; the hidden row of the position before) to [B, W, D]."""
+        c = torch.cat([rms_norm(embedded, self.enorm, self.eps), rms_norm(hidden, self.hnorm, self.eps)], dim=-1)
+        (x,) = matmul(prepare(flat(c)), self.eh_proj)
+        x = x.view(embedded.shape)
+        n = rms_norm(x, self.block.attn_norm, self.eps)
+        mixer = self.block.mixer
+        assert isinstance(mixer, GatedAttention)
+        y = mixer(n, step, kv)
+        x, n = add_norm(x, y, self.block.post_attention_norm, self.eps)
+        _, out = add_norm(x, self.block.ffn(n), self.head_norm, self.eps)
+        return out
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """[B, W, D] to logits [B, W, V]."""
+        (out,) = matmul(prepare(flat(hidden)), self.head)
+        return out.view(*hidden.shape[:-1], -1)
+
+
+def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: Model | None) -> MtpBlock:
+    """The MTP block of a file. With `target`, embedding, head and norm that the block lacks are the target's;
+    without, they come from this file (a standalone MTP file)."""
+    path, D, V = weights.file.path, config.embedding_length, config.n_vocab
+    if config.nextn_predict_layers != 1:
+        raise ConfigError(
+            f"{path}: qwen35.nextn_predict_layers is {config.nextn_predict_layers}; draft-mtp needs a file with 1"
+        )
+    i = config.n_layers
+    name = f"blk.{i}"
+    needed = [f"{name}.nextn.{t}.weight" for t in ("eh_proj", "enorm", "hnorm")]
+    needed += [f"{name}.{t}.weight" for t in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_down")]
+    missing = next((t for t in needed if not weights.has(t)), None)
+    if missing is not None:
+        raise ConfigError(f"{path}: metadata promises an MTP block, but tensor {missing} is missing; draft-mtp needs it")
+
+    def own_or(name: str, shape: tuple[int, int], fallback: str, borrowed: WeightGroup | None) -> WeightGroup:
+        if weights.has(name):
+            return weights.group(device, (name, shape))
+        if borrowed is not None:
+            return borrowed
+        if fallback == "output.weight" and not weights.has(fallback):
+            fallback = "token_embd.weight"
+        return weights.group(device, (fallback, shape))
+
+    norm = weights.optional_vector(f"{name}.nextn.shared_head_norm.weight", (D,), device)
+    if norm is None:
+        norm = (target.output_norm.to(device) if target is not None
+                else weights.vector("output_norm.weight", (D,), device))
+    block = load_block(weights, config, i, device, None)
+    block.index = 0
+    return MtpBlock(
+        block,
+        weights.group(device, (f"{name}.nextn.eh_proj.weight", (D, 2 * D))),
+        weights.vector(f"{name}.nextn.enorm.weight", (D,), device),
+        weights.vector(f"{name}.nextn.hnorm.weight", (D,), device),
+        norm,
+        own_or(f"{name}.nextn.embed_tokens.weight", (V, D), "token_embd.weight", target.embedding if target else None),
+        own_or(f"{name}.nextn.shared_head_head.weight", (V, D), "output.weight", target.head if target else None),
+        kv_layer(config, i, device),
+        V,
+        config.layer_norm_rms_epsilon,
+    )
