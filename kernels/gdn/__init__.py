@@ -1,0 +1,82 @@
+"""Gated DeltaNet: convolution, gates and the gated delta rule, with a state per slot and replay of accepted rows.
+
+    state = allocate(spec, n_slots, device)
+    o = chunk(u, alpha, beta, weights, state, slots, n_rows, spec)   # prompt: commits its rows
+    o = step(u, alpha, beta, weights, state, slots, n_rows, spec)    # tentative rows, 1..16 a slot
+    accept(state, slots, n)                                          # after every step
+
+u [B, W, conv_dim], alpha, beta [B, W, n_v] are the raw projections; o is [B, W, n_v, d] float32, before the gated
+norm.
+"""
+
+import torch
+from torch import Tensor
+
+from ggufspec.kernels.gdn import plain, prefill
+from ggufspec.kernels.gdn.plain import naive
+from ggufspec.kernels.gdn.state import (
+    MAX_WINDOW,
+    GdnSpec,
+    GdnState,
+    GdnWeights,
+    accept,
+    allocate,
+    link,
+    pack_slot,
+    reset,
+    restore,
+)
+
+__all__ = [
+    "MAX_WINDOW", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "chunk", "commit", "link", "naive",
+    "reset", "restore", "save", "step",
+]  # fmt: skip
+
+
+def step(
+    u: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    weights: GdnWeights,
+    state: GdnState,
+    slots: Tensor,
+    n_rows: Tensor,
+    spec: GdnSpec,
+) -> Tensor:
+    """Tentative rows: replay what was accepted of the last step, compute these rows, record their inputs.
+
+    Must be followed by `accept` before the next step. Rows past n_rows are computed and recorded; accepting them is
+    the caller's error. Raises ValueError for more rows than the window holds.
+    """
+    if u.shape[1] > state.max_window:
+        raise ValueError(f"{u.shape[1]} tentative rows do not fit a window of {state.max_window}")
+    return plain.step(u, alpha, beta, weights, state, slots, spec)
+
+
+def chunk(
+    u: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    weights: GdnWeights,
+    state: GdnState,
+    slots: Tensor,
+    n_rows: Tensor,
+    spec: GdnSpec,
+) -> Tensor:
+    """Prompt rows: replay the window, then commit the first n_rows[b] rows of each slot. Any width."""
+    commit(state, slots)
+    return prefill.chunk(u, alpha, beta, weights, state, slots, n_rows, spec)
+
+
+def commit(state: GdnState, slots: Tensor) -> None:
+    """Replay the accepted rows of slots [B] now; nothing is pending afterwards."""
+    for slot in slots.tolist():
+        plain.replay(state, slot)
+    state.counts[0, slots] = 0
+
+
+def save(state: GdnState, slot: int, *, to_host: bool = True) -> Tensor:
+    """The slot's committed memory as one flat tensor; accepted rows are committed first."""
+    commit(state, torch.tensor([slot], device=state.device))
+    saved = pack_slot(state, slot)
+    return saved.cpu() if to_host else saved

@@ -1,0 +1,39 @@
+"""Prompt chunks of a gated DeltaNet layer: rows go into the committed state at once."""
+
+import torch
+from torch import Tensor
+
+from ggufspec.kernels.gdn import plain
+from ggufspec.kernels.gdn.chunked import chunked
+from ggufspec.kernels.gdn.state import GdnSpec, GdnState, GdnWeights
+
+SHORT_ROWS = 8  # up to this width the recurrence is quicker than a padded chunk
+
+
+def chunk(
+    u: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    weights: GdnWeights,
+    state: GdnState,
+    slots: Tensor,
+    n_rows: Tensor,
+    spec: GdnSpec,
+) -> Tensor:
+    """Rows of each slot as one sequence; the slots' windows have been replayed."""
+    B, W, _ = u.shape
+    tails = state.tail[slots]
+    parts = [plain.inputs(u[b], alpha[b], beta[b], tails[b], weights, spec) for b in range(B)]
+    q, k, v, g, gate = (torch.stack(part) for part in zip(*parts))
+    valid = (torch.arange(W, device=u.device) < n_rows[:, None]).unsqueeze(-1)
+    g, gate = torch.where(valid, g, 0.0), torch.where(valid, gate, 0.0)
+    if W <= SHORT_ROWS:
+        rows = [plain.naive(q[b], k[b], v[b], g[b], gate[b], state.state[slots[b]]) for b in range(B)]
+        out, new = (torch.stack(part) for part in zip(*rows))
+    else:
+        out, new = chunked(q, k, v, g, gate, state.state[slots])
+    state.state[slots] = new
+    keep = n_rows[:, None] + torch.arange(spec.conv_kernel - 1, device=u.device)
+    joined = torch.cat((tails, u), 1)
+    state.tail[slots] = joined.gather(1, keep.unsqueeze(-1).expand(-1, -1, joined.shape[-1]))
+    return out

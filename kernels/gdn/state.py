@@ -1,0 +1,147 @@
+"""Per-slot memory of one gated DeltaNet layer: the committed state and the window of the last step's rows.
+
+A step's rows are tentative: they are computed from the state without storing it, and their inputs are recorded.
+`accept` says how many of them were right; the next `step` or `chunk` replays those into the state first. The
+window is double: a step records into one half while it replays the other, `accept` exchanges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_WINDOW = 17  # widest tentative step: 16 drafted tokens and the one before them
+
+
+@dataclass(frozen=True)
+class GdnSpec:
+    """n_k key heads, n_v value heads (value head h reads key head h mod n_k), head size d of both."""
+
+    n_k: int
+    n_v: int
+    d: int
+    conv_kernel: int
+    eps: float
+
+    @property
+    def key_dim(self) -> int:
+        return self.n_k * self.d
+
+    @property
+    def conv_dim(self) -> int:
+        return (2 * self.n_k + self.n_v) * self.d
+
+
+@dataclass(frozen=True)
+class GdnWeights:
+    """conv [conv_dim, conv_kernel] (last tap: the current row), dt [n_v] added to alpha, a [n_v] negative."""
+
+    conv: Tensor
+    dt: Tensor
+    a: Tensor
+
+
+@dataclass
+class GdnState:
+    """One layer, all slots. `state` and `tail` are committed; `window_*` [2, n_slots, max_window, ..] hold inputs.
+
+    counts [2, n_slots] int64: rows of the window to replay, and which half they stand in. Layers that are linked
+    share one tensor of counts, so that accepting is one launch for all of them.
+    """
+
+    spec: GdnSpec
+    state: Tensor  # [n_slots, n_v, d, d] float32, [value, key]
+    tail: Tensor  # [n_slots, conv_kernel - 1, conv_dim], the last committed convolution inputs, oldest first
+    window_u: Tensor  # [2, n_slots, max_window, conv_dim] convolution inputs
+    window_k: Tensor  # [2, n_slots, max_window, n_k, d] normalized keys
+    window_v: Tensor  # [2, n_slots, max_window, n_v, d]
+    window_g: Tensor  # [2, n_slots, max_window, n_v] log decay
+    window_beta: Tensor  # [2, n_slots, max_window, n_v]
+    counts: Tensor  # [2, n_slots] int64, a view into `shared`
+    shared: Tensor  # [2, n_layers, n_slots]
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    @property
+    def n_slots(self) -> int:
+        return self.state.shape[0]
+
+    @property
+    def max_window(self) -> int:
+        return self.window_u.shape[2]
+
+    @property
+    def n_replay(self) -> Tensor:
+        """[n_slots] int64, rows that the next step replays."""
+        return self.counts[0]
+
+    @property
+    def half(self) -> Tensor:
+        """[n_slots] int64, the half of the window that they stand in."""
+        return self.counts[1]
+
+    @property
+    def n_bytes(self) -> int:
+        tensors = (self.state, self.tail, self.window_u, self.window_k, self.window_v, self.window_g,
+                   self.window_beta, self.counts)  # fmt: skip
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def allocate(spec: GdnSpec, n_slots: int, device: torch.device | str, max_window: int = MAX_WINDOW) -> GdnState:
+    """Zeroed memory for new sequences in every slot."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.float32, device=device)
+
+    shared = torch.zeros(2, 1, n_slots, dtype=torch.int64, device=device)
+    window = (2, n_slots, max_window)
+    return GdnState(
+        spec,
+        zeros(n_slots, spec.n_v, spec.d, spec.d),
+        zeros(n_slots, spec.conv_kernel - 1, spec.conv_dim),
+        zeros(*window, spec.conv_dim),
+        zeros(*window, spec.n_k, spec.d),
+        zeros(*window, spec.n_v, spec.d),
+        zeros(*window, spec.n_v),
+        zeros(*window, spec.n_v),
+        shared[:, 0],
+        shared,
+    )
+
+
+def link(states: Sequence[GdnState]) -> None:
+    """Let fresh layers of one device share their counts; from then on `accept` of one accepts for all of them."""
+    shared = torch.stack([state.counts for state in states], 1)
+    for i, state in enumerate(states):
+        state.shared, state.counts = shared, shared[:, i]
+
+
+def accept(state: GdnState, slots: Tensor, n: Tensor) -> None:
+    """Commit the first n[b] rows of the last step of slot slots[b]; once after every step, n = 0 included."""
+    state.shared[1, :, slots] = 1 - state.shared[1, :, slots]
+    state.shared[0, :, slots] = n
+
+
+def reset(state: GdnState, slot: int) -> None:
+    """A new sequence begins in the slot."""
+    state.state[slot] = 0
+    state.tail[slot] = 0
+    state.n_replay[slot] = 0
+
+
+def pack_slot(state: GdnState, slot: int) -> Tensor:
+    """State and tail of a slot, committed, as one flat tensor (a copy)."""
+    return torch.cat((state.state[slot].flatten(), state.tail[slot].flatten()))
+
+
+def restore(state: GdnState, slot: int, saved: Tensor) -> None:
+    """Bring a slot back to what `save` copied."""
+    n = state.state[slot].numel()
+    state.state[slot] = saved[:n].view(state.state.shape[1:]).to(state.device)
+    state.tail[slot] = saved[n:].view(state.tail.shape[1:]).to(state.device)
+    state.n_replay[slot] = 0
