@@ -30,7 +30,7 @@ def bind(params: SamplingParams, vocabulary: Vocabulary) -> BoundParams:
     RequestError if a biased token is outside the vocabulary.
     """
     params = params.with_seed()
-    bias = {}
+    bias: dict[int, float] = {}
     for token, value in params.logit_bias:
         if token >= vocabulary.n_vocab:
             raise RequestError(
