@@ -68,3 +68,87 @@ def take(table: tuple[int, ...], index: Array) -> Array:
 
         return torch.tensor(table, dtype=torch.float32, device=index.device)[index.long()]
     return np.array(table, dtype=np.float32)[index]
+
+
+def u8(a: Array) -> Array:
+    """Whole numbers 0..255 of any type -> uint8."""
+    if is_torch(a):
+        import torch
+
+        return a.to(torch.uint8)
+    return a.astype(np.uint8)
+
+
+def i8_bytes(a: Array) -> Array:
+    """Whole numbers -128..127 -> their bytes, uint8 of the same shape."""
+    if is_torch(a):
+        import torch
+
+        return a.to(torch.int8).view(torch.uint8)
+    return a.astype(np.int8).view(np.uint8)
+
+
+def half_bytes(a: Array) -> Array:
+    """float32 [n] -> the bytes of the nearest halves (ties to even), uint8 [n, 2]."""
+    if is_torch(a):
+        import torch
+
+        return a.to(torch.float16).view(torch.uint8).reshape(-1, 2)
+    return a.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+
+def round_half(a: Array) -> Array:
+    """float32 rounded to half precision and back."""
+    if is_torch(a):
+        return a.half().float()
+    return a.astype(np.float16).astype(np.float32)
+
+
+def rint(a: Array) -> Array:
+    """Nearest integer, ties to even, same type."""
+    return a.round() if is_torch(a) else np.rint(a)
+
+
+def sqrt(a: Array) -> Array:
+    return a.sqrt() if is_torch(a) else np.sqrt(a)
+
+
+def trunc(a: Array) -> Array:
+    return a.trunc() if is_torch(a) else np.trunc(a)
+
+
+def round_away(a: Array) -> Array:
+    """Nearest integer, ties away from zero: adds the number just below 1/2 with the sign of `a`, then truncates."""
+    below = float(np.float32(0.49999997))
+    if is_torch(a):
+        import torch
+
+        return (a + torch.full_like(a, below).copysign(a)).trunc()
+    return np.trunc(a + np.copysign(np.float32(below), a))
+
+
+def clip(a: Array, low: float, high: float) -> Array:
+    return a.clamp(low, high) if is_torch(a) else np.clip(a, np.float32(low), np.float32(high))
+
+
+def where(condition: Array, a: Array, b: Array | float) -> Array:
+    if is_torch(a):
+        import torch
+
+        return torch.where(condition, a, b)
+    return np.where(condition, a, np.float32(b) if isinstance(b, int | float) else b)
+
+
+def inverse(a: Array) -> Array:
+    """1 / a, and 0 where a is 0."""
+    return where(a == 0, a, 1 / where(a == 0, a + 1, a)) if is_torch(a) else np.divide(
+        np.float32(1), a, out=np.zeros_like(a), where=a != 0)
+
+
+def contiguous(a: Array) -> Array:
+    return a.contiguous() if is_torch(a) else np.ascontiguousarray(a)
+
+
+def tile_columns(a: Array, n: int) -> Array:
+    """[k, c] repeated n times along axis 1 -> [k, n c]."""
+    return a.repeat(1, n) if is_torch(a) else np.tile(a, (1, n))
