@@ -13,6 +13,7 @@ def attend(q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spe
     """q [B, W, H, hd] (after norm and rotary embedding) of slots [B] to [B, W, H, hd_v] float32.
 
     Row i of entry b stands at position n_past[b] + i and sees stored positions below n_past[b] + n_rows[b] as
-    `spec` allows. Query head h reads key head h // (H / n_kv). Rows past n_rows give finite numbers of no meaning.
+    `spec` allows. Query head h reads key head h // (H / n_kv). Rows past n_rows give finite numbers of no
+    meaning.
     """
     return plain.attend(q, kv, slots, n_past, n_rows, spec)

@@ -1,8 +1,8 @@
 """Attention over the packed cache in PyTorch: the CPU path and the oracle of the Triton kernels.
 
-Keys are walked in chunks of 256 cells, as on the GPU. Narrow batches go row by row: every product has the shape
-[chunks * n_kv, group, ..], and the number of chunks follows from the row's own position, so a row's bits do not
-depend on the rows beside it. Prompt chunks take all rows of a chunk at once.
+Keys are walked in chunks of 256 cells, as on the GPU. Narrow batches go row by row: every product has the
+shape [chunks * n_kv, group, ..], and the number of chunks follows from the row's own position, so a row's
+bits do not depend on the rows beside it. Prompt chunks take all rows of a chunk at once.
 """
 
 import torch
@@ -64,9 +64,12 @@ def finite(m: Tensor) -> Tensor:
     return torch.where(m == -torch.inf, torch.zeros_like(m), m)
 
 
-def partials(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def partials(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax pieces of chunks: q [N, M, hd], keys [N, hd, 256], values [N, 256, hd_v], seen [N, M, 256] (or
-    broadcasting) to the maximum [N, M], the sum of exponentials [N, M] and the weighted values [N, M, hd_v]."""
+    broadcasting) to the maximum [N, M], the sum of exponentials [N, M] and the weighted values [N, M,
+    hd_v]."""
     scores = (torch.bmm(q, keys) * scale).masked_fill(~seen, -torch.inf)
     m = scores.amax(-1)
     p = torch.exp(scores - finite(m).unsqueeze(-1))
@@ -74,7 +77,8 @@ def partials(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float
 
 
 def attend_row(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
-    """One row: q [H, hd], keys [n, n_kv, hd, 256], values [n, n_kv, 256, hd_v], seen [n * 256] to [H, hd_v]."""
+    """One row: q [H, hd], keys [n, n_kv, hd, 256], values [n, n_kv, 256, hd_v], seen [n * 256] to [H,
+    hd_v]."""
     n, n_kv, hd, chunk = keys.shape
     H, hd_v = q.shape[0], values.shape[-1]
     grouped = q.view(1, n_kv, H // n_kv, hd).expand(n, -1, -1, -1).reshape(n * n_kv, -1, hd)
@@ -92,7 +96,8 @@ def attend_row(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, spec: Atte
 
 
 def attend_block(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, spec: AttentionSpec) -> Tensor:
-    """All rows of a prompt chunk: q [W, H, hd], seen [W, n * 256] to [W, H, hd_v]; chunks combined in order."""
+    """All rows of a prompt chunk: q [W, H, hd], seen [W, n * 256] to [W, H, hd_v]; chunks combined in
+    order."""
     n, n_kv, hd, chunk = keys.shape
     W, H, G = q.shape[0], q.shape[1], q.shape[1] // n_kv
     grouped = q.view(W, n_kv, G, hd).transpose(0, 1).reshape(n_kv, W * G, hd)

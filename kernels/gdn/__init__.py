@@ -1,12 +1,13 @@
-"""Gated DeltaNet: convolution, gates and the gated delta rule, with a state per slot and replay of accepted rows.
+"""Gated DeltaNet: convolution, gates and the gated delta rule, with a state per slot and replay of accepted
+rows.
 
     state = allocate(spec, n_slots, device)
     o = chunk(u, alpha, beta, weights, state, slots, n_rows, spec)   # prompt: commits its rows
     o = step(u, alpha, beta, weights, state, slots, n_rows, spec)    # tentative rows, 1..16 a slot
     accept(state, slots, n)                                          # after every step
 
-u [B, W, conv_dim], alpha, beta [B, W, n_v] are the raw projections; o is [B, W, n_v, d] float32, before the gated
-norm.
+u [B, W, conv_dim], alpha, beta [B, W, n_v] are the raw projections; o is [B, W, n_v, d] float32, before the
+gated norm.
 """
 
 import torch
@@ -25,11 +26,12 @@ from ggufspec.kernels.gdn.state import (
     pack_slot,
     reset,
     restore,
+    trim,
 )
 
 __all__ = [
-    "MAX_WINDOW", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "chunk", "commit", "link", "naive",
-    "reset", "restore", "save", "step",
+    "MAX_WINDOW", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "chunk", "commit", "link",
+    "naive", "reset", "restore", "save", "step", "trim",
 ]  # fmt: skip
 
 
@@ -45,8 +47,8 @@ def step(
 ) -> Tensor:
     """Tentative rows: replay what was accepted of the last step, compute these rows, record their inputs.
 
-    Must be followed by `accept` before the next step. Rows past n_rows are computed and recorded; accepting them is
-    the caller's error. Raises ValueError for more rows than the window holds.
+    Must be followed by `accept` before the next step. Rows past n_rows are computed and recorded; accepting
+    them is the caller's error. Raises ValueError for more rows than the window holds.
     """
     if u.shape[1] > state.max_window:
         raise ValueError(f"{u.shape[1]} tentative rows do not fit a window of {state.max_window}")

@@ -53,7 +53,8 @@ def l2_normalize(x: Tensor, eps: float) -> Tensor:
 
 
 def convolve(u: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU: u [T, C] after tail [kernel - 1, C], weight [C, kernel] to [T, C]."""
+    """Causal depthwise convolution and SiLU: u [T, C] after tail [kernel - 1, C], weight [C, kernel] to [T,
+    C]."""
     joined = torch.cat((tail, u))
     T = u.shape[0]
     total = weight[:, 0] * joined[:T]

@@ -1,8 +1,8 @@
 """Per-slot memory of one gated DeltaNet layer: the committed state and the window of the last step's rows.
 
-A step's rows are tentative: they are computed from the state without storing it, and their inputs are recorded.
-`accept` says how many of them were right; the next `step` or `chunk` replays those into the state first. The
-window is double: a step records into one half while it replays the other, `accept` exchanges them.
+A step's rows are tentative: they are computed from the state without storing it, and their inputs are
+recorded. `accept` says how many of them were right; the next `step` or `chunk` replays those into the state
+first. The window is double: a step records into one half while it replays the other, `accept` exchanges them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class GdnWeights:
 
 @dataclass
 class GdnState:
-    """One layer, all slots. `state` and `tail` are committed; `window_*` [2, n_slots, max_window, ..] hold inputs.
+    """One layer, all slots. `state` and `tail` are committed; `window_*` [2, n_slots, max_window, ..] hold
+    inputs.
 
-    counts [2, n_slots] int64: rows of the window to replay, and which half they stand in. Layers that are linked
-    share one tensor of counts, so that accepting is one launch for all of them.
+    counts [2, n_slots] int64: rows of the window to replay, and which half they stand in. Layers that are
+    linked share one tensor of counts, so that accepting is one launch for all of them.
     """
 
     spec: GdnSpec
@@ -92,7 +93,9 @@ class GdnState:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def allocate(spec: GdnSpec, n_slots: int, device: torch.device | str, max_window: int = MAX_WINDOW) -> GdnState:
+def allocate(
+    spec: GdnSpec, n_slots: int, device: torch.device | str, max_window: int = MAX_WINDOW
+) -> GdnState:
     """Zeroed memory for new sequences in every slot."""
 
     def zeros(*shape: int) -> Tensor:
@@ -115,7 +118,8 @@ def allocate(spec: GdnSpec, n_slots: int, device: torch.device | str, max_window
 
 
 def link(states: Sequence[GdnState]) -> None:
-    """Let fresh layers of one device share their counts; from then on `accept` of one accepts for all of them."""
+    """Let fresh layers of one device share their counts; from then on `accept` of one accepts for all of
+    them."""
     shared = torch.stack([state.counts for state in states], 1)
     for i, state in enumerate(states):
         state.shared, state.counts = shared, shared[:, i]
@@ -125,6 +129,12 @@ def accept(state: GdnState, slots: Tensor, n: Tensor) -> None:
     """Commit the first n[b] rows of the last step of slot slots[b]; once after every step, n = 0 included."""
     state.shared[1, :, slots] = 1 - state.shared[1, :, slots]
     state.shared[0, :, slots] = n
+
+
+def trim(state: GdnState, slot: int, n: int) -> None:
+    """Correct the last `accept` of a slot to n rows (its layers' shared count); before the next step or
+    chunk."""
+    state.shared[0, :, slot] = n
 
 
 def reset(state: GdnState, slot: int) -> None:

@@ -16,7 +16,8 @@ __all__ = ["CELL_CHUNK", "KV", "TYPES", "allocate", "cells_for", "fits", "load",
 
 
 def store(kv: KV, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Write k, v [B, W, n_kv, hd] of slots [B] at positions [B, W] (int64); rows with position < 0 are dropped."""
+    """Write k, v [B, W, n_kv, hd] of slots [B] at positions [B, W] (int64); rows with position < 0 are
+    dropped."""
     plain.store(kv, k, v, slots, positions)
 
 

@@ -1,12 +1,12 @@
 """Row formats of the KV cache: encoders and decoders in PyTorch, the oracle of the Triton kernels.
 
-A quantized row holds the bytes of the file format's blocks, each field of all blocks together, so that a kernel
-reads whole words:
+A quantized row holds the bytes of the file format's blocks, each field of all blocks together, so that a
+kernel reads whole words:
 
     | qs of every block | qh of every block | d of every block | m of every block |
 
-Rounding follows llama.cpp's CPU code for cache rows: plain searches without an importance matrix; q8_0 rounds ties
-to even with the inverse scale 127 / amax; iq4_nl makes a single pass.
+Rounding follows llama.cpp's CPU code for cache rows: plain searches without an importance matrix; q8_0 rounds
+ties to even with the inverse scale 127 / amax; iq4_nl makes a single pass.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from ggufspec.kernels.kv.blocks import BLOCKS
 def rotation_size(type_name: str, hd: int, grow: bool) -> int:
     """Size n of the rotation of a cache of this type and head size, 0 for none.
 
-    Only quantized caches with a head size divisible by 64 rotate; K takes the largest power of two that divides
-    the head size (`grow`), V always 64.
+    Only quantized caches with a head size divisible by 64 rotate; K takes the largest power of two that
+    divides the head size (`grow`), V always 64.
     """
     if type_name not in BLOCKS or hd % 64:
         return 0
@@ -24,7 +24,8 @@ def rotation_size(type_name: str, hd: int, grow: bool) -> int:
 
 
 def rotate(x: Tensor, n: int) -> Tensor:
-    """Multiply every run of n numbers of the last dimension by H; n = 0: unchanged. Applying it twice undoes it.
+    """Multiply every run of n numbers of the last dimension by H; n = 0: unchanged. Applying it twice undoes
+    it.
 
     Made of sums and differences of pairs, so that a row's result does not depend on the number of rows.
     """

@@ -18,8 +18,8 @@ CELL_CHUNK = 256  # attention walks the cells in chunks of this many; storage is
 class KV:
     """k, v: [n_slots, n_cells, n_kv, hd] of a plain type, or uint8 [n_slots, n_cells, n_kv, row_bytes].
 
-    Position p of a slot stands in cell p; in a ring, in cell p mod n_cells. rotation_k, rotation_v: size of the
-    Hadamard rotation applied before storing, 0 for none.
+    Position p of a slot stands in cell p; in a ring, in cell p mod n_cells. rotation_k, rotation_v: size of
+    the Hadamard rotation applied before storing, 0 for none.
     """
 
     type_k: str
@@ -73,16 +73,17 @@ def allocate(
 ) -> KV:
     """Storage for `n_cells` positions a slot (rounded up to 256), zeroed: masked cells must be finite.
 
-    ring: position p goes to cell p mod n_cells, so n_cells must be at least the sliding window plus the rows of a
-    step. rotation False: no Hadamard rotation (layers with different head sizes share a cache).
-    Raises ConfigError for unknown types and for head sizes that a block does not divide.
+    ring: position p goes to cell p mod n_cells, so n_cells must be at least the sliding window plus the rows
+    of a step. rotation False: no Hadamard rotation (layers with different head sizes share a cache). Raises
+    ConfigError for unknown types and for head sizes that a block does not divide.
     """
 
     def buffer(type_name: str, hd: int, name: str) -> Tensor:
         layout = layout_of(type_name)
         if type_name in BLOCKS and hd % BLOCK:
             raise ConfigError(
-                f"cache type {type_name} for {name} needs a head size divisible by {BLOCK}, the model has {hd}; use f16"
+                f"cache type {type_name} for {name} needs a head size divisible by {BLOCK}, "
+                f"the model has {hd}; use f16"
             )
         width = hd if type_name in PLAIN else layout.row_bytes(hd)
         dtype = PLAIN.get(type_name, torch.uint8)

@@ -1,4 +1,5 @@
-"""RMS norms and gated activations. Float32 in and out; leading dimensions are free; a row never sees another."""
+"""RMS norms and gated activations. Float32 in and out; leading dimensions are free; a row never sees
+another."""
 
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """Norms and gated activations in PyTorch: the CPU path and the oracle of the Triton kernels.
 
 A row's result does not depend on its neighbours. Sums run over the last dimension of a contiguous tensor, and
-only functions that give an element the same bits wherever it stands are used: torch.exp does, torch.sigmoid and
-torch.nn.functional.silu do not (their vector body and scalar tail round differently).
+only functions that give an element the same bits wherever it stands are used: torch.exp does, torch.sigmoid
+and torch.nn.functional.silu do not (their vector body and scalar tail round differently).
 """
 
 import torch

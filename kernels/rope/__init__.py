@@ -1,4 +1,5 @@
-"""Rotary position embedding: one table of cosines and sines a step, shared by all layers with the same spec."""
+"""Rotary position embedding: one table of cosines and sines a step, shared by all layers with the same
+spec."""
 
 from torch import Tensor
 

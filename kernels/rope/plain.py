@@ -16,10 +16,10 @@ Pairing = Literal["neox", "norm"]
 class RopeSpec:
     """How positions turn head vectors. The first `n_rot` dimensions rotate in pairs, the rest is copied.
 
-    freq_scale: 1 / scaling factor (1: none). ext_factor: 1 for YaRN, else 0. attn_factor: amplitude of cos and sin
-    before YaRN's own factor. factors: float [n_rot/2] divisors of the frequencies, or None. pairing: `neox` pairs
-    (j, j + n_rot/2), `norm` pairs (2j, 2j + 1). sections: four counts of interleaved M-RoPE, or None; a text token
-    has the same position in the first three sections and 0 in the fourth.
+    freq_scale: 1 / scaling factor (1: none). ext_factor: 1 for YaRN, else 0. attn_factor: amplitude of cos
+    and sin before YaRN's own factor. factors: float [n_rot/2] divisors of the frequencies, or None. pairing:
+    `neox` pairs (j, j + n_rot/2), `norm` pairs (2j, 2j + 1). sections: four counts of interleaved M-RoPE, or
+    None; a text token has the same position in the first three sections and 0 in the fourth.
     """
 
     n_rot: int

@@ -1,0 +1,38 @@
+"""Choosing tokens: over the last dimension, the lower id first on ties."""
+
+from torch import Tensor
+
+from ggufspec.kernels.select import plain
+from ggufspec.kernels.select.chains import markov_chain, n_passing, selector_walk
+
+__all__ = [
+    "argmax", "log_probability", "log_softmax", "markov_chain", "n_passing", "selector_walk", "top_k",
+    "top_k_softmax",
+]  # fmt: skip
+
+
+def argmax(x: Tensor) -> Tensor:
+    """x [.., V] to int64 [..]: the first maximum."""
+    return plain.argmax(x)
+
+
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """x [.., V] float32 to (values, ids int64) [.., k], descending; the lower id first among equals. k <=
+    V."""
+    return plain.top_k(x, k)
+
+
+def top_k_softmax(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """x [.., V] to (probabilities, ids) [.., k]: the softmax over the k largest alone."""
+    values, ids = top_k(x, k)
+    return values.softmax(-1), ids
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """x [.., V] to float32 log-probabilities of the same shape."""
+    return plain.log_softmax(x)
+
+
+def log_probability(x: Tensor, ids: Tensor) -> Tensor:
+    """x [.., V], ids [.., m] int64 to the log-probabilities [.., m] of these ids alone."""
+    return plain.log_probability(x, ids)

@@ -1,0 +1,83 @@
+"""The two drafting heads that choose tokens one after the other, as a fixed number of tensor operations.
+
+Nothing depends on the host: p-min only lowers the count of drafted tokens, so the chains can be captured in a
+graph. Rows of a block are given without the anchor row that predicts nothing.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ggufspec.kernels.norm.plain import sigmoid
+from ggufspec.kernels.select.plain import argmax
+
+
+def n_passing(scores: Tensor, p_min: float) -> Tensor:
+    """[B, n] to [B] int64: how many leading scores reach p_min; all of them when p_min is 0."""
+    if p_min <= 0:
+        return torch.full(scores.shape[:1], scores.shape[1], dtype=torch.int64, device=scores.device)
+    return (scores >= p_min).long().cumprod(-1).sum(-1)
+
+
+def markov_chain(
+    logits: Tensor,
+    last: Tensor,
+    embed: Callable[[Tensor], Tensor],
+    project: Callable[[Tensor], Tensor],
+    hidden: Tensor | None = None,
+    confidence: tuple[Tensor, Tensor] | None = None,
+    d2t: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """DSpark's head: logits of row i plus a bias that depends on the token chosen for row i - 1.
+
+    logits [B, n, V]; last [B] int64, the token before row 0; embed: ids [B] to Markov rows [B, r]; project:
+    [B, r] to biases [B, Vd]; hidden [B, n, D] and confidence (weight [D + r], bias [1]): the confidence head,
+    if any; d2t [Vd] int64: target token of each draft token, for heads with a reduced vocabulary (other
+    biases are 0). Returns tokens [B, n] int64 and confidences [B, n], 1 without a confidence head.
+    """
+    B, n, V = logits.shape
+    tokens = torch.empty(B, n, dtype=torch.int64, device=logits.device)
+    scores = torch.ones(B, n, dtype=torch.float32, device=logits.device)
+    previous = last
+    for i in range(n):
+        e = embed(previous)
+        bias = project(e)
+        column = logits[:, i] + bias if d2t is None else logits[:, i].index_add(-1, d2t, bias)
+        if hidden is not None and confidence is not None:
+            weight, offset = confidence
+            D = hidden.shape[-1]
+            score = (hidden[:, i] * weight[:D]).sum(-1) + (e * weight[D:]).sum(-1) + offset
+            scores[:, i] = sigmoid(score)
+        previous = argmax(column)
+        tokens[:, i] = previous
+    return tokens, scores
+
+
+def selector_walk(
+    ids: Tensor, values: Tensor, gate: Tensor, last: Tensor, predecessor: Callable[[Tensor], Tensor],
+    successor: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """DFlash2's head: a greedy walk over the k best candidates of each row.
+
+    score_i(p -> c) = values_i(c) + sum_r predecessor[p, r] gate_i[r] successor[c, r]
+
+    ids, values [B, n, k]: candidates and their logits (scaled and capped); gate [B, n, R]; last [B] int64,
+    the token before row 0; predecessor, successor: ids [T] to rows [T, R]. Returns tokens [B, n] int64 and
+    the share [B, n] of the winner in the softmax over its row's k scores.
+    """
+    B, n, k = ids.shape
+    succ = successor(ids.reshape(-1)).view(B, n, k, -1)
+    pred = predecessor(torch.cat((last[:, None], ids[:, :-1].reshape(B, -1)), -1).reshape(-1))
+    pred = pred.view(B, 1 + (n - 1) * k, -1)
+    rows = torch.arange(B, device=ids.device)
+    tokens, shares = torch.empty_like(ids[..., 0]), torch.empty_like(values[..., 0])
+    chosen = torch.zeros(B, dtype=torch.int64, device=ids.device)  # row of `pred` of the predecessor
+    for i in range(n):
+        step = (pred[rows, chosen] * gate[:, i]).unsqueeze(1) * succ[:, i]
+        scores = values[:, i] + step.sum(-1)
+        best = argmax(scores)
+        tokens[:, i] = ids[rows, i, best]
+        shares[:, i] = scores.softmax(-1)[rows, best]
+        chosen = 1 + i * k + best
+    return tokens, shares
