@@ -19,7 +19,7 @@ import torch
 
 from . import admission
 from .choose import Chooser
-from .decode import Decoder, Decoded
+from .decode import Decoded, Decoder
 from .drafters import Drafter
 from .errors import RequestError
 from .job import Event, Job, JobState, Request, TokenOut
@@ -339,9 +339,9 @@ class Engine:
         Possible because recurrent layers replay a step's rows only at the next one.
         """
         kept = self.decoder.n_accepted_rows(slot.id) - n_too_many
-        one = torch.tensor([slot.id], device=self.device)
-        self.cache.accept(one, torch.tensor([kept], device=self.device))
+        self.cache.trim(slot.id, kept)
         if self.drafter is not None:
+            one = torch.tensor([slot.id], device=self.device)
             self.drafter.accept(one, torch.tensor([kept - 1], device=self.device))
         del slot.tokens[len(slot.tokens) - n_too_many :]
 

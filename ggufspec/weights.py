@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,8 @@ class Weights:
         if key not in self._packed:
             info = self._info(name, shape)
             raw = self.file.read(name)
-            self._packed[key] = pack(raw, info.layout.name, tuple(shape), device)
+            rows, columns = shape
+            self._packed[key] = pack(as_tensor(raw), info.layout.name, (rows, columns), device)
             self._count(info.n_bytes)
         return self._packed[key]
 
@@ -84,3 +86,10 @@ class Weights:
     def _count(self, n_bytes: int) -> None:
         if self.progress is not None:
             self.progress(n_bytes)
+
+
+def as_tensor(raw: np.ndarray) -> Tensor:
+    """A tensor over the mapped file's bytes, without a copy. Nobody writes to it: the map is read-only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(raw)

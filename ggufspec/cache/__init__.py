@@ -58,6 +58,7 @@ class Cache:
     n_ctx: int  # cells a slot
     type_k: str
     type_v: str
+    leaders: list[GdnState]  # one recurrent layer a device: its counts are those of all layers there
 
     @classmethod
     def allocate(cls, layers: Sequence[object], n_slots: int, n_ctx: int, type_k: str, type_v: str) -> Cache:
@@ -76,7 +77,14 @@ class Cache:
                 states.append(gdn.allocate(layer.spec, n_slots, layer.device))
             else:
                 raise TypeError(f"unknown cache layer {layer!r}")
-        return cls(kvs, states, n_slots, n_ctx, type_k, type_v)
+        by_device: dict[torch.device, list[GdnState]] = {}
+        for state in states:
+            if state is not None:
+                by_device.setdefault(state.device, []).append(state)
+        for linked in by_device.values():
+            gdn.link(linked)
+        leaders = [linked[0] for linked in by_device.values()]
+        return cls(kvs, states, n_slots, n_ctx, type_k, type_v, leaders)
 
     @property
     def has_recurrent(self) -> bool:
@@ -90,9 +98,13 @@ class Cache:
 
     def accept(self, slots: Tensor, n: Tensor) -> None:
         """Commit the first n[b] rows of slot slots[b]'s last tentative step; both [B] int64 on the device."""
-        for state in self.recurrent:
-            if state is not None:
-                gdn.accept(state, slots.to(state.device), n.to(state.device))
+        for state in self.leaders:
+            gdn.accept(state, slots.to(state.device), n.to(state.device))
+
+    def trim(self, slot: int, n: int) -> None:
+        """Correct the last `accept` of a slot to n rows; only before the next forward."""
+        for state in self.leaders:
+            gdn.trim(state, slot, n)
 
     def reset(self, slot: int) -> None:
         """Start a new sequence in a slot."""

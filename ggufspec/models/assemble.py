@@ -13,8 +13,8 @@ from ..placement import Placement
 from ..weights import Weights
 from .base import Layer, Model
 from .config import Config
-from .layers import Block, FeedForward
 from .layers import Attention as Attention
+from .layers import Block, FeedForward
 
 MakeLayer = Callable[[int, torch.device], Layer]
 CacheLayer = KVLayer | RecurrentLayer
@@ -24,7 +24,7 @@ def assemble(weights: Weights, config: Config, placement: Placement, make_layer:
              cache_layers: Sequence[CacheLayer] | None = None) -> Model:
     """Read the tensors that every architecture has, and the layers through `make_layer(index, device)`."""
     D, V = config.embedding_length, config.n_vocab
-    embedding = weights.group(placement.embedding, ("token_embd.weight", (V, D)))
+    embedding = weights.matrix("token_embd.weight", (V, D), placement.embedding)
     layers = [make_layer(i, placement.layers[i]) for i in range(config.n_layers)]
     norm = weights.vector("output_norm.weight", (D,), placement.output)
     head_name = "output.weight" if weights.has("output.weight") else "token_embd.weight"

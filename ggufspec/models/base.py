@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache
-from ..kernels.matmul import WeightGroup, gather, matmul
+from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul
 from ..kernels.norm import add_rms_norm, rms_norm
 from ..kernels.rope import RopeSpec, tables
 from ..rows import Rows
@@ -67,7 +67,7 @@ class Model:
     """A target: embedding, layers in order, final norm, head. Architectures build it; nothing subclasses it."""
 
     config: Config
-    embedding: WeightGroup  # one weight [V, D]
+    embedding: PackedWeight  # [V, D]
     layers: Sequence[Layer]
     output_norm: Tensor  # [D]
     head: WeightGroup  # one weight [V, D]
@@ -83,7 +83,7 @@ class Model:
 
     @property
     def n_vocab(self) -> int:
-        return self.head.shapes[0][0]
+        return self.head.n_rows[0]
 
     def new_cache(self, n_slots: int, n_ctx: int, type_k: str = "f16", type_v: str = "f16") -> Cache:
         return Cache.allocate(self.cache_layers, n_slots, n_ctx, type_k, type_v)

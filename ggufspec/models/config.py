@@ -54,37 +54,33 @@ class Keys:
     def has(self, key: str) -> bool:
         return self._name(key) in self.file.metadata
 
-    def int(self, key: str, default: int | None = None) -> int:
+    def is_number(self, key: str) -> bool:
+        return isinstance(self.file.metadata.get(self._name(key)), int)
+
+    def integer(self, key: str, default: int | None = None) -> int:
         return self._get(key, int, default)
 
-    def float(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
         return float(self._get(key, float, default))
 
-    def bool(self, key: str, default: bool | None = None) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
         return self._get(key, bool, default)
 
-    def str(self, key: str, default: str | None = None) -> str:
+    def text(self, key: str, default: str | None = None) -> str:
         return self._get(key, str, default)
 
-    def list(self, key: str, default: list[Any] | None = None) -> list[Any]:
-        value = self._get(key, list, default)
-        return list(value)
+    def array(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """An array of one kind (int, bool, float, str)."""
+        return self._get(key, list[kind], default)  # type: ignore[valid-type]
 
-    def ints(self, key: str, n: int, default: int | tuple[int, ...] | None = None) -> tuple[int, ...]:
+    def integers(self, key: str, n: int, default: int | None = None) -> tuple[int, ...]:
         """A key that may be one integer or an array with one entry per block; always `n` values."""
-        value = self.file.metadata.get(self._name(key), default)
-        if value is None:
-            raise FileError(f"{self.file.path}: key {self._name(key)} is missing; expected an integer or an array")
-        if isinstance(value, int) and not isinstance(value, bool):
-            return (value,) * n
-        values = tuple(value)
-        if len(values) < n or not all(isinstance(v, int) for v in values):
-            raise FileError(
-                f"{self.file.path}: key {self._name(key)} has {len(values)} entries; expected {n} integers, one a block"
-            )
-        return values[:n]
+        name = self._name(key)
+        if default is not None and name not in self.file.metadata:
+            return (default,) * n
+        return tuple(self.file.get_per_block(name, int, n))
 
-    def _get(self, key: str, kind: type, default: Any) -> Any:
+    def _get(self, key: str, kind: Any, default: Any) -> Any:
         name = self._name(key)
         if default is not None and name not in self.file.metadata:
             return default
@@ -95,15 +91,15 @@ def read_config(file: GGUFFile) -> Config:
     """The common keys of `file`; FileError names a missing or ill-typed key, ConfigError a contradiction."""
     keys = Keys(file)
     architecture = keys.architecture
-    D = keys.int("embedding_length")
-    n = keys.int("block_count")
+    D = keys.integer("embedding_length")
+    n = keys.integer("block_count")
     if n < 1 or n > 4096:
         raise FileError(f"{file.path}: key {architecture}.block_count is {n}; expected 1 to 4096")
-    heads = keys.ints("attention.head_count", n, 0)
+    heads = keys.integers("attention.head_count", n, 0)
     first = max(heads) if heads else 0
     default_length = D // first if first else 0
-    key_length = keys.int("attention.key_length", default_length)
-    nextn = keys.int("nextn_predict_layers", 0)
+    key_length = keys.integer("attention.key_length", default_length)
+    nextn = keys.integer("nextn_predict_layers", 0)
     if nextn >= n and nextn > 0:
         raise ConfigError(
             f"{file.path}: {architecture}.nextn_predict_layers is {nextn} but block_count is only {n}; "
@@ -114,18 +110,18 @@ def read_config(file: GGUFFile) -> Config:
     n_vocab = len(tokens) if tokens is not None else (embedding.shape[0] if embedding else 0)
     return Config(
         architecture=architecture,
-        name=keys.str("general.name", ""),
-        context_length=keys.int("context_length"),
+        name=keys.text("general.name", ""),
+        context_length=keys.integer("context_length"),
         embedding_length=D,
         block_count=n,
         nextn_predict_layers=nextn,
-        feed_forward_length=keys.ints("feed_forward_length", n, 0),
+        feed_forward_length=keys.integers("feed_forward_length", n, 0),
         head_count=heads,
-        head_count_kv=keys.ints("attention.head_count_kv", n, heads),
+        head_count_kv=keys.integers("attention.head_count_kv", n) if keys.has("attention.head_count_kv") else heads,
         key_length=key_length,
-        value_length=keys.int("attention.value_length", default_length),
-        layer_norm_rms_epsilon=keys.float("attention.layer_norm_rms_epsilon"),
-        causal=keys.bool("attention.causal", True),
+        value_length=keys.integer("attention.value_length", default_length),
+        layer_norm_rms_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
+        causal=keys.flag("attention.causal", True),
         rope=read_rope(keys, key_length),
         n_vocab=n_vocab,
     )
@@ -133,21 +129,21 @@ def read_config(file: GGUFFile) -> Config:
 
 def read_rope(keys: Keys, key_length: int) -> RopeSpec:
     """The rope keys as one spec; scaling as models use it (none, linear, yarn)."""
-    scaling = keys.str("rope.scaling.type", "linear")
+    scaling = keys.text("rope.scaling.type", "linear")
     if scaling not in ("none", "linear", "yarn", "longrope"):
         raise FileError(
             f"{keys.file.path}: key {keys.architecture}.rope.scaling.type is {scaling!r}; "
             "expected none, linear, yarn or longrope"
         )
-    factor = keys.float("rope.scaling.factor", keys.float("rope.scale_linear", 0.0))
-    sections = keys.list("rope.dimension_sections", [])
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0))
+    sections = keys.array("rope.dimension_sections", int, [])
     return RopeSpec(
-        n_rot=keys.int("rope.dimension_count", key_length),
-        base=keys.float("rope.freq_base", 10000.0),
+        n_rot=keys.integer("rope.dimension_count", key_length),
+        base=keys.number("rope.freq_base", 10000.0),
         freq_scale=1.0 if scaling == "none" or factor == 0.0 else 1.0 / factor,
         ext_factor=1.0 if scaling == "yarn" else 0.0,
-        attn_factor=keys.float("rope.scaling.attn_factor", 1.0),
-        n_ctx_orig=keys.int("rope.scaling.original_context_length", keys.int("context_length")),
+        attn_factor=keys.number("rope.scaling.attn_factor", 1.0),
+        n_ctx_orig=keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
         pairing=MODEL_PAIRING.get(keys.architecture, "neox"),
         sections=tuple(int(s) for s in sections) if sections else None,
     )

@@ -19,26 +19,26 @@ from .layers import Attention, Block, FeedForward
 
 def sliding_layers(keys: Keys, n_layers: int) -> tuple[bool, ...]:
     """Which layers see only the window: an array of booleans, or a period p (layer i slides unless i mod p = p - 1)."""
-    if keys.int("attention.sliding_window", 0) == 0:
+    if keys.integer("attention.sliding_window", 0) == 0:
         return (False,) * n_layers
-    name = f"{keys.architecture}.attention.sliding_window_pattern"
-    pattern = keys.file.metadata.get(name, 6)
-    if isinstance(pattern, int):
-        if pattern < 1:
-            raise FileError(f"{keys.file.path}: key {name} is {pattern}; expected 1 or more")
-        return tuple(i % pattern != pattern - 1 for i in range(n_layers))
-    flags = tuple(bool(x) for x in pattern)
+    name = "attention.sliding_window_pattern"
+    if not keys.has(name) or keys.is_number(name):
+        period = keys.integer(name, 6)
+        if period < 1:
+            raise FileError(f"{keys.file.path}: key gemma3.{name} is {period}; expected 1 or more")
+        return tuple(i % period != period - 1 for i in range(n_layers))
+    flags = tuple(keys.array(name, bool))
     if len(flags) < n_layers:
-        raise FileError(f"{keys.file.path}: key {name} has {len(flags)} entries; expected {n_layers}, one a layer")
+        raise FileError(f"{keys.file.path}: key gemma3.{name} has {len(flags)} entries; expected {n_layers}, one a layer")
     return flags[:n_layers]
 
 
 def load(weights: Weights, config: Config, placement: Placement) -> Model:
     keys = Keys(weights.file)
     D, eps, n = config.embedding_length, config.layer_norm_rms_epsilon, config.n_layers
-    window = keys.int("attention.sliding_window", 0)
+    window = keys.integer("attention.sliding_window", 0)
     slides = sliding_layers(keys, n)
-    local_rope = replace(config.rope, base=keys.float("rope.freq_base_swa", 10000.0), freq_scale=1.0)
+    local_rope = replace(config.rope, base=keys.number("rope.freq_base_swa", 10000.0), freq_scale=1.0)
     # The 27B model (62 layers) is the one whose query scale is not that of its head size.
     scale = (D / config.head_count[0]) ** -0.5 if n == 62 else config.key_length**-0.5
 
@@ -61,6 +61,6 @@ def load(weights: Weights, config: Config, placement: Placement) -> Model:
 
     model = assemble(weights, config, placement, make)
     model.embedding_scale = math.sqrt(D)
-    model.logit_softcap = keys.float("final_logit_softcapping", 0.0)
+    model.logit_softcap = keys.number("final_logit_softcapping", 0.0)
     model.can_tap = False
     return model

@@ -11,10 +11,10 @@ from .config import Config, Keys
 def load(weights: Weights, config: Config, placement: Placement) -> Model:
     keys = Keys(weights.file)
     path = weights.file.path
-    n_expert = keys.int("expert_count", 0)
+    n_expert = keys.integer("expert_count", 0)
     if n_expert > 0:
         raise UnsupportedError(f"{path}: llama with expert_count {n_expert} (mixture of experts) is not supported")
-    if keys.str("rope.scaling.type", "linear") == "longrope":
+    if keys.text("rope.scaling.type", "linear") == "longrope":
         raise UnsupportedError(f"{path}: llama.rope.scaling.type longrope is not supported; none, linear, yarn are")
     if config.rope.n_rot != config.key_length:
         raise ConfigError(

@@ -13,7 +13,7 @@ from ..kernels import gdn
 from ..kernels.attention import AttentionSpec, attend
 from ..kernels.gdn import GdnSpec, GdnWeights
 from ..kernels.kv import KV, store
-from ..kernels.matmul import WeightGroup, matmul, prepare
+from ..kernels.matmul import PackedWeight, WeightGroup, matmul, prepare
 from ..kernels.norm import gated_norm, rms_norm
 from ..kernels.rope import RopeSpec, rotate
 from ..placement import Placement
@@ -26,14 +26,14 @@ from .layers import FeedForward, flat
 
 def gdn_spec(keys: Keys, eps: float) -> GdnSpec:
     """The `ssm.*` keys; ConfigError when they contradict one another."""
-    d, inner = keys.int("ssm.state_size"), keys.int("ssm.inner_size")
-    n_v, n_k = keys.int("ssm.time_step_rank"), keys.int("ssm.group_count")
+    d, inner = keys.integer("ssm.state_size"), keys.integer("ssm.inner_size")
+    n_v, n_k = keys.integer("ssm.time_step_rank"), keys.integer("ssm.group_count")
     if n_v * d != inner or n_k < 1 or n_v % max(n_k, 1) != 0:
         raise ConfigError(
             f"{keys.file.path}: qwen35.ssm.inner_size is {inner}, but time_step_rank {n_v} times state_size {d} is "
             f"{n_v * d} and group_count is {n_k}; expected inner_size = rank x size and rank a multiple of groups"
         )
-    return GdnSpec(n_k=n_k, n_v=n_v, d=d, conv_kernel=keys.int("ssm.conv_kernel"), eps=eps)
+    return GdnSpec(n_k=n_k, n_v=n_v, d=d, conv_kernel=keys.integer("ssm.conv_kernel"), eps=eps)
 
 
 def recurrent_layers(keys: Keys, config: Config) -> tuple[bool, ...]:
@@ -41,11 +41,11 @@ def recurrent_layers(keys: Keys, config: Config) -> tuple[bool, ...]:
     n = config.block_count
     name = "attention.recurrent_layers"
     if keys.has(name):
-        flags = tuple(bool(f) for f in keys.list(name))
+        flags = tuple(bool(f) for f in keys.array(name, bool))
         if len(flags) < config.n_layers:
             raise FileError(f"{keys.file.path}: key qwen35.{name} has {len(flags)} entries; expected {n}, one a block")
         return (*flags[: config.n_layers], *(False,) * config.nextn_predict_layers)
-    interval = keys.int("full_attention_interval", 4)
+    interval = keys.integer("full_attention_interval", 4)
     if interval < 1:
         raise FileError(f"{keys.file.path}: key qwen35.full_attention_interval is {interval}; expected 1 or more")
     return tuple(i < config.n_layers and (i + 1) % interval != 0 for i in range(n))
@@ -222,7 +222,7 @@ class MtpBlock:
     enorm: Tensor
     hnorm: Tensor
     head_norm: Tensor
-    embedding: WeightGroup
+    embedding: PackedWeight  # [V, D]
     head: WeightGroup
     cache_layer: KVLayer
     n_vocab: int
@@ -267,15 +267,20 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
     if missing is not None:
         raise ConfigError(f"{path}: metadata promises an MTP block, but tensor {missing} is missing; draft-mtp needs it")
 
-    def own_or(name: str, shape: tuple[int, int], fallback: str, borrowed: WeightGroup | None) -> WeightGroup:
-        if weights.has(name):
-            return weights.group(device, (name, shape))
-        if borrowed is not None:
-            return borrowed
-        if fallback == "output.weight" and not weights.has(fallback):
-            fallback = "token_embd.weight"
-        return weights.group(device, (fallback, shape))
-
+    own_embedding, own_head = f"{name}.nextn.embed_tokens.weight", f"{name}.nextn.shared_head_head.weight"
+    if weights.has(own_embedding):
+        embedding = weights.matrix(own_embedding, (V, D), device)
+    elif target is not None:
+        embedding = target.embedding
+    else:
+        embedding = weights.matrix("token_embd.weight", (V, D), device)
+    if weights.has(own_head):
+        head = weights.group(device, (own_head, (V, D)))
+    elif target is not None:
+        head = target.head
+    else:
+        tied = "output.weight" if weights.has("output.weight") else "token_embd.weight"
+        head = weights.group(device, (tied, (V, D)))
     norm = weights.optional_vector(f"{name}.nextn.shared_head_norm.weight", (D,), device)
     if norm is None:
         norm = (target.output_norm.to(device) if target is not None
@@ -288,8 +293,8 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
         weights.vector(f"{name}.nextn.enorm.weight", (D,), device),
         weights.vector(f"{name}.nextn.hnorm.weight", (D,), device),
         norm,
-        own_or(f"{name}.nextn.embed_tokens.weight", (V, D), "token_embd.weight", target.embedding if target else None),
-        own_or(f"{name}.nextn.shared_head_head.weight", (V, D), "output.weight", target.head if target else None),
+        embedding,
+        head,
         kv_layer(config, i, device),
         V,
         config.layer_norm_rms_epsilon,

@@ -127,8 +127,9 @@ def link(states: Sequence[GdnState]) -> None:
 
 def accept(state: GdnState, slots: Tensor, n: Tensor) -> None:
     """Commit the first n[b] rows of the last step of slot slots[b]; once after every step, n = 0 included."""
-    state.shared[1, :, slots] = 1 - state.shared[1, :, slots]
-    state.shared[0, :, slots] = n
+    n_replay, half = state.shared  # [n_layers, n_slots] each
+    half[:, slots] = 1 - half[:, slots]
+    n_replay[:, slots] = n
 
 
 def trim(state: GdnState, slot: int, n: int) -> None:
