@@ -30,8 +30,11 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy (or sampled) continuation. `top[i]` maps the most likely token ids after position i to their
+    """A greedy (or sampled) continuation. `top[i]` maps the most likely token ids of step i to their
     log-probability (natural, over the whole vocabulary, before any sampler); `raw` is the server's response.
+
+    llama.cpp gives no `top` for a token that ends inside a character (the rows are then fewer than the tokens),
+    and with a drafter none after the first token: compare `tokens` there.
     """
 
     tokens: list[int]
@@ -172,9 +175,7 @@ class Peer:
             raw=raw,
         )
 
-    def complete_together(
-        self, prompts: Sequence[Prompt], n_predict: int = 32, **options: Any
-    ) -> list[Answer]:
+    def complete_together(self, prompts: Sequence[Prompt], n_predict: int = 32, **options: Any) -> list[Answer]:
         """All prompts at once, each in its own slot (the server needs `n_parallel` of them)."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.complete(prompt, n_predict, **options), prompts))
@@ -194,9 +195,7 @@ def complete(
     answers = []
     for prompt in prompts:
         with Peer(model, **options) as peer:
-            answers.append(
-                peer.complete(prompt, n_predict, top=top, ignore_eos=ignore_eos, **(request or {}))
-            )
+            answers.append(peer.complete(prompt, n_predict, top=top, ignore_eos=ignore_eos, **(request or {})))
     return answers
 
 
