@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.select import n_passing
+
 if TYPE_CHECKING:
     from ..rows import Rows
     from .statistics import Statistics
@@ -65,14 +67,23 @@ class Drafter(Protocol):
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """How many drafted tokens were right in the last tentative step, per slot [B]; 0 without a draft."""
 
+    def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
+        """Count a verified draft in the statistics, once the host knows the numbers."""
+
     def reset(self, slot: int) -> None:
         """Forget the slot: its next position is 0."""
 
     def save(self, slot: int, n_past: int) -> Any:
-        """The slot's state after `n_past` committed tokens, on the host; goes with the target's."""
+        """All of the slot's state after `n_past` committed tokens, on the host; goes with the target's."""
 
     def restore(self, slot: int, state: Any) -> None:
-        """Put a saved state into a slot."""
+        """Put a saved state into any slot."""
+
+    def checkpoint(self, slot: int, n_past: int) -> Any:
+        """What going back to `n_past` in the same slot would otherwise lose; small, stays on the device."""
+
+    def rewind(self, slot: int, state: Any) -> None:
+        """Go back to a checkpoint of the same slot and the same text."""
 
 
 def limit(tokens: Tensor, scores: Tensor, n: int, n_min: int, p_min: float) -> Draft:
@@ -80,6 +91,6 @@ def limit(tokens: Tensor, scores: Tensor, n: int, n_min: int, p_min: float) -> D
 
     tokens [B, N] int64, scores [B, N] float32, n <= N.
     """
-    kept = torch.cumprod((scores >= p_min).to(torch.int64), dim=1).sum(dim=1)
+    kept = n_passing(scores, p_min)
     kept = torch.where(kept < n_min, 0, kept)
     return Draft(tokens[:, :n], kept.clamp(max=n), scores[:, :n])

@@ -24,7 +24,7 @@ class NgramDrafter:
 
     def __init__(self, name: str, n_max: int, n_slots: int, n_ctx: int) -> None:
         self.name = name
-        self.n_max = n_max
+        self.n_max = n_max  # what is asked of it; a kind's own size stays as set
         self.history = History(n_slots, n_ctx)
         self.drafted: dict[int, int] = {}  # slot -> tokens of the draft that awaits acceptance
         self.stats = Statistics(name, n_max)
@@ -76,6 +76,9 @@ class NgramDrafter:
                 if n_drafted:
                     self.learn(slot, n_drafted, accepted)
 
+    def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
+        self.stats.record(n_drafted, n_accepted)
+
     def reset(self, slot: int) -> None:
         self.drafted.pop(slot, None)
         self.forget(slot)
@@ -86,6 +89,12 @@ class NgramDrafter:
     def restore(self, slot: int, state: Tokens) -> None:
         self.reset(slot)
         self.history.write(slot, 0, state)
+
+    def checkpoint(self, slot: int, n_past: int) -> None:
+        """Nothing is lost by going back: the text before stays, `begin` drops what was indexed beyond it."""
+
+    def rewind(self, slot: int, state: None) -> None:
+        self.drafted.pop(slot, None)
 
 
 def check_range(option: str, value: int, low: int, high: int | None) -> None:

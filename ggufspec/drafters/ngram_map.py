@@ -159,7 +159,7 @@ class NgramMap(NgramDrafter):
         check_range(f"--spec-{name}-size-m", size_m, 1, 1024)
         check_range(f"--spec-{name}-min-hits", min_hits, 1, None)
         super().__init__(name, size_m, n_slots, n_ctx)
-        self.size_n, self.min_hits, self.values = size_n, min_hits, values
+        self.size_n, self.size_m, self.min_hits, self.values = size_n, size_m, min_hits, values
         self.indexes = [Index(size_n, size_m) for _ in range(n_slots)]
         self.indexed: list[Tokens] = [np.empty(0, dtype=np.int64)] * n_slots  # the text indexed
         self.open: dict[int, Value] = {}  # slot -> the value its open draft came from
@@ -172,7 +172,7 @@ class NgramMap(NgramDrafter):
 
     def continue_text(self, slot: int, text: Tokens, last: int) -> list[int]:
         self.open.pop(slot, None)
-        n, m, index = self.size_n, self.n_max, self.indexes[slot]
+        n, m, index = self.size_n, self.size_m, self.indexes[slot]
         if len(text) < 2 * n + m:
             return []
         key = key_of(text, last, n)
@@ -203,5 +203,5 @@ class NgramMap(NgramDrafter):
 
     def forget(self, slot: int) -> None:
         self.open.pop(slot, None)
-        self.indexes[slot] = Index(self.size_n, self.n_max)
+        self.indexes[slot] = Index(self.size_n, self.size_m)
         self.indexed[slot] = np.empty(0, dtype=np.int64)

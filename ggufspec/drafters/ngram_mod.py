@@ -6,12 +6,14 @@ the text never does, for a draft is only a guess.
 
 from __future__ import annotations
 
-import warnings
+import logging
 
 import numpy as np
 
 from .history import Tokens, key_of
 from .ngram import NgramDrafter, check_range
+
+log = logging.getLogger(__name__)
 
 POOL_SIZE = 4 << 20
 MULTIPLIER = 6364136223846793005
@@ -71,11 +73,9 @@ class NgramMod(NgramDrafter):
         check_range("--spec-ngram-mod-n-min", n_min, 0, 1024)
         check_range("--spec-ngram-mod-n-max", n_max, 0, 1024)
         if n_match < 16:
-            warnings.warn(
-                f"--spec-ngram-mod-n-match {n_match} is below 16: short n-grams draft poorly", stacklevel=2
-            )
+            log.warning("--spec-ngram-mod-n-match %d is below 16: short n-grams draft poorly", n_match)
         super().__init__("ngram-mod", n_max, n_slots, n_ctx)
-        self.n_match, self.n_min = n_match, n_min
+        self.n_match, self.n_min, self.size = n_match, n_min, n_max
         self.pool = Pool(n_match)
         self.entered = [0] * n_slots  # n-grams that start before here are in the pool
         self.n_poor = [0] * n_slots
@@ -97,9 +97,9 @@ class NgramMod(NgramDrafter):
             return []
         if self.entered[slot] + CHUNK < len(text):
             self._enter(slot, text)
-        draft = self.pool.follow(key_of(text, last, self.n_match).tolist(), self.n_max)
+        draft = self.pool.follow(key_of(text, last, self.n_match).tolist(), self.size)
         # The bound holds only where an empty entry ended the draft: n_min above n_max must not silence it.
-        return [] if len(draft) < min(self.n_min, self.n_max) else draft
+        return [] if len(draft) < min(self.n_min, self.size) else draft
 
     def learn(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         self.n_poor[slot] = self.n_poor[slot] + 1 if n_accepted / n_drafted < POOR else 0

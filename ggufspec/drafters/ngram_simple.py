@@ -29,7 +29,7 @@ class NgramSimple(NgramDrafter):
         check_range("--spec-ngram-simple-size-m", size_m, 1, 1024)
         check_range("--spec-ngram-simple-min-hits", min_hits, 1, None)
         super().__init__("ngram-simple", size_m, n_slots, n_ctx)
-        self.size_n = size_n
+        self.size_n, self.size_m = size_n, size_m
 
     def continue_text(self, slot: int, text: Tokens, last: int) -> list[int]:
-        return continuation(text, last, self.size_n, self.n_max)
+        return continuation(text, last, self.size_n, self.size_m)

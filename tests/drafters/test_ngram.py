@@ -197,8 +197,7 @@ def test_map_shortened_history_keeps_the_index_of_the_common_part():
 @given(st.lists(st.integers(0, 3), min_size=20, max_size=100), st.integers(1, 4), st.integers(0, 3))
 def test_mod_follows_the_rule(prompt, n, n_min):
     n_max = 6
-    with pytest.warns(UserWarning, match="below 16"):
-        drafter = NgramMod(2, 300, n, n_min, n_max)
+    drafter = NgramMod(2, 300, n, n_min, n_max)
     drafter.begin(1, prompt)
     table = {}
     for i in range(len(prompt) - n):
@@ -216,8 +215,7 @@ def test_mod_follows_the_rule(prompt, n, n_min):
 
 
 def test_mod_clears_the_pool_after_five_poor_drafts():
-    with pytest.warns(UserWarning):
-        drafter = NgramMod(1, 300, 3, 1, 8)
+    drafter = NgramMod(1, 300, 3, 1, 8)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 6
     for i in range(5):
         drafter.begin(0, prompt)
@@ -231,8 +229,7 @@ def test_mod_clears_the_pool_after_five_poor_drafts():
 
 
 def test_mod_enters_new_text_in_chunks():
-    with pytest.warns(UserWarning):
-        drafter = NgramMod(1, 300, 2, 1, 4)
+    drafter = NgramMod(1, 300, 2, 1, 4)
     drafter.begin(0, [1, 2, 3])
     drafter.observe(rows([50 + i for i in range(31)], 0, 3), None)
     assert propose(drafter, 0, 51, 3 + 1) == []
@@ -337,3 +334,10 @@ def test_statistics_as_llama_prints_them():
         "dur(b,g,a) = 1.250, 1.250, 1.250 ms"
     )
     assert drafter.stats.as_dict()["accepted_per_position"] == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_mod_warns_of_short_ngrams(caplog):
+    NgramMod(1, 8, n_match=15)
+    assert [record.getMessage() for record in caplog.records] == [
+        "--spec-ngram-mod-n-match 15 is below 16: short n-grams draft poorly"
+    ]

@@ -1,0 +1,42 @@
+"""DFlash2: convolutions along the block (in the backbone) and a selector that walks the rows' candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
+from ..kernels.select import selector_walk, top_k
+from ..weights import Weights
+from . import DraftOptions
+from .dflash import Backbone, BlockDrafter
+
+
+class DFlash2(BlockDrafter):
+    def __init__(self, weights: Weights, backbone: Backbone, options: DraftOptions, **sizes: Any) -> None:
+        super().__init__("draft-dflash", backbone, options, **sizes)
+        config, device = backbone.config, backbone.device
+        V, D, R = config.common.n_vocab, config.common.embedding_length, config.selector_rank
+        self.predecessor: PackedWeight = weights.matrix("selector_predecessor.weight", (V, R), device)
+        self.successor: PackedWeight = weights.matrix("selector_successor.weight", (V, R), device)
+        self.gate: WeightGroup = weights.group(device, ("selector_hidden.weight", (R, D)))
+
+    def choose(self, hidden: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.backbone.config
+        hidden = hidden[:, 1:]  # the anchor's row predicts nothing
+        logits = self.backbone.logits(hidden) * config.logit_scale
+        if config.logit_softcap > 0:
+            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+        values, ids = top_k(logits, config.selector_top_k)
+        (gate,) = matmul(prepare(hidden.reshape(-1, hidden.shape[-1])), self.gate)
+        gate = gate.view(*hidden.shape[:2], -1)
+        return selector_walk(
+            ids,
+            values,
+            gate,
+            last,
+            lambda ids: gather(self.predecessor, ids),
+            lambda ids: gather(self.successor, ids),
+        )

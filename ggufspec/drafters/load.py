@@ -1,0 +1,187 @@
+"""From `--spec-type` and files to one drafter: recognize, check the pair, read weights, chain."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..placement import Placement
+from ..weights import Weights
+from . import Drafter, DraftOptions
+from .chain import Chain
+from .dflash import load_dflash
+from .mtp import Mtp
+from .ngram import NgramDrafter
+from .ngram_cache import NgramCache
+from .ngram_map import NgramMap
+from .ngram_mod import NgramMod
+from .ngram_simple import NgramSimple
+from .recognize import check_pair, check_type, infer_types
+from .small_model import SmallModel
+
+if TYPE_CHECKING:
+    from ..gguf_file import GGUFFile
+    from ..models import Model
+
+log = logging.getLogger(__name__)
+
+NARROW = 16  # rows of a step that a GPU computes independently of its width
+RECURRENT_ROWS = 17  # rows that recurrent layers can take back
+
+
+@dataclass(frozen=True)
+class NgramSizes:
+    """`--spec-ngram-simple/-map-k/-map-k4v-size-n, -size-m, -min-hits`."""
+
+    size_n: int = 12
+    size_m: int = 48
+    min_hits: int = 1
+
+
+@dataclass(frozen=True)
+class ModSizes:
+    """`--spec-ngram-mod-n-match, -n-min, -n-max`."""
+
+    n_match: int = 24
+    n_min: int = 48
+    n_max: int = 64
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """Everything that `--spec-*` options say; llama.cpp's defaults."""
+
+    types: tuple[str, ...] = ()  # empty: what the draft file is
+    draft: DraftOptions = DraftOptions()
+    type_k: str = "f16"  # the drafter's cache
+    type_v: str = "f16"
+    ngram_simple: NgramSizes = NgramSizes()
+    ngram_map_k: NgramSizes = NgramSizes()
+    ngram_map_k4v: NgramSizes = NgramSizes()
+    ngram_mod: ModSizes = field(default_factory=ModSizes)
+    lookup_static: str | None = None
+    lookup_dynamic: str | None = None
+
+
+def load_drafter(
+    spec: SpecOptions,
+    target_file: GGUFFile,
+    target: Model,
+    draft_file: GGUFFile | None,
+    *,
+    n_slots: int,
+    n_ctx: int,
+    device: torch.device | None = None,
+    target_weights: Weights | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Drafter | None:
+    """The drafter of an engine, a chain when several were asked for, None when nothing drafts.
+
+    n_ctx: cells a slot; device: where the drafter's weights and cache live, None for the target's. `target_weights`
+    saves packing shared tensors twice when the MTP block lies in the target's own file. Raises ConfigError or
+    UnsupportedError when types, files and options do not fit together, FileError for a bad file.
+    """
+    types = spec.types or infer_types(draft_file)
+    if draft_file is not None and not types:
+        log.warning(
+            "%s is an ordinary model: it drafts only with --spec-type draft-simple; no speculation", draft_file.path
+        )
+    has_model = [name for name in types if name.startswith("draft-")]
+    for name in types:
+        check_type(name, draft_file, target_file)
+    if draft_file is not None and has_model:
+        check_pair(draft_file, target_file, can_tap=target.can_tap)
+    elif draft_file is not None and types:
+        log.warning("%s is not used: --spec-type %s drafts without a model", draft_file.path, ",".join(types))
+    if has_model and spec.draft.n_max < 1:
+        log.warning("--spec-draft-n-max is %d: %s is off", spec.draft.n_max, ",".join(has_model))
+        types = tuple(name for name in types if name not in has_model)
+
+    max_drafted = row_limit(target) - 1
+    sizes: dict[str, Any] = dict(
+        n_slots=n_slots, n_ctx=n_ctx, type_k=spec.type_k, type_v=spec.type_v, max_rows=row_limit(target)
+    )
+    device = device or target.device
+    made: list[Drafter] = []
+    for name in types:
+        if name.startswith("ngram"):
+            drafter: Drafter = make_ngram(name, spec, n_slots, n_ctx)
+        elif name == "draft-mtp":
+            drafter = _load_mtp(draft_file, target_file, target, spec.draft, device, target_weights, progress, sizes)
+        elif name == "draft-simple":
+            assert draft_file is not None
+            drafter = _load_small_model(draft_file, spec.draft, device, progress, sizes)
+        else:
+            assert draft_file is not None
+            drafter = load_dflash(Weights(draft_file, progress), target, spec.draft, device, **sizes)
+        if drafter.n_max > max_drafted:
+            log.warning("%s drafts up to %d tokens, a step here verifies %d", name, drafter.n_max, max_drafted)
+            drafter.n_max = drafter.stats.n_max = max_drafted
+        log.info("speculation is on: %s, up to %d tokens a step", name, drafter.n_max)
+        made.append(drafter)
+    if not made:
+        return None
+    return made[0] if len(made) == 1 else Chain(made)
+
+
+def row_limit(target: Model) -> int:
+    """The most rows that one verification step may have on this target."""
+    from ..cache import RecurrentLayer
+
+    if target.device.type == "cuda":
+        return NARROW
+    return RECURRENT_ROWS if any(isinstance(layer, RecurrentLayer) for layer in target.cache_layers) else 1 + 1024
+
+
+def make_ngram(name: str, spec: SpecOptions, n_slots: int, n_ctx: int) -> NgramDrafter:
+    if name == "ngram-mod":
+        mod = spec.ngram_mod
+        return NgramMod(n_slots, n_ctx, mod.n_match, mod.n_min, mod.n_max)
+    if name == "ngram-cache":
+        return NgramCache(n_slots, n_ctx, spec.lookup_static, spec.lookup_dynamic)
+    if name == "ngram-simple":
+        sizes = spec.ngram_simple
+        return NgramSimple(n_slots, n_ctx, sizes.size_n, sizes.size_m, sizes.min_hits)
+    sizes = spec.ngram_map_k if name == "ngram-map-k" else spec.ngram_map_k4v
+    return NgramMap(
+        n_slots, n_ctx, sizes.size_n, sizes.size_m, sizes.min_hits, values=name == "ngram-map-k4v"
+    )
+
+
+def _load_mtp(
+    draft_file: GGUFFile | None,
+    target_file: GGUFFile,
+    target: Model,
+    options: DraftOptions,
+    device: torch.device,
+    target_weights: Weights | None,
+    progress: Callable[[int], None] | None,
+    sizes: dict[str, Any],
+) -> Mtp:
+    from ..models.config import read_config
+    from ..models.qwen35 import load_mtp
+
+    if draft_file is not None:
+        # A file of its own brings its own embedding and head, as in llama.cpp.
+        block = load_mtp(Weights(draft_file, progress), read_config(draft_file), device, target=None)
+    else:
+        weights = target_weights or Weights(target_file, progress)
+        block = load_mtp(weights, read_config(target_file), device, target=target)
+    return Mtp(block, options, **sizes)
+
+
+def _load_small_model(
+    draft_file: GGUFFile,
+    options: DraftOptions,
+    device: torch.device,
+    progress: Callable[[int], None] | None,
+    sizes: dict[str, Any],
+) -> SmallModel:
+    from ..models import load_model, read_config
+
+    placement = Placement.single(device, read_config(draft_file).n_layers)
+    return SmallModel(load_model(draft_file, placement, progress=progress), options, **sizes)

@@ -1,0 +1,145 @@
+"""MTP: the target's own next-token block, fed with the target's hidden rows and, while drafting, with its own.
+
+The block's cache entry at position p is made from the pair (token at p, hidden row of p - 1). `pending` holds, per
+slot, the hidden row that pairs with the next token. A new sequence starts with zeros; llama.cpp keeps the row of
+the slot's last request there, so that its counts depend on what ran before. Ours never do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import kv
+from ..kernels.matmul import gather
+from ..kernels.select import argmax
+from ..models.base import Step
+from ..models.qwen35 import MtpBlock
+from ..rows import Rows
+from . import Draft, DraftOptions, limit
+from .scores import first_share
+from .statistics import Statistics
+
+
+@dataclass
+class MtpState:
+    """A slot on the host."""
+
+    kv: tuple[Tensor, Tensor]
+    pending: Tensor  # [D]
+
+
+class Mtp:
+    name = "draft-mtp"
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        block: MtpBlock,
+        options: DraftOptions,
+        *,
+        n_slots: int,
+        n_ctx: int,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        max_rows: int = 16,
+    ) -> None:
+        """n_ctx: the target's cells a slot; max_rows: the most rows that one verification step can have."""
+        self.block, self.options, self.device = block, options, block.device
+        self.n_max = options.n_max
+        self.stats = Statistics(self.name, self.n_max)
+        layer = block.cache_layer
+        n_cells = n_ctx + max(self.n_max, max_rows)
+        self.kv = kv.allocate(
+            type_k, type_v, n_slots, n_cells, layer.n_kv, layer.key_length, layer.value_length, self.device
+        )
+        D = block.enorm.shape[0]
+        self.pending = torch.zeros((n_slots, D), dtype=torch.float32, device=self.device)
+        # Of the last tentative step: the slots' hidden rows, in the order of `verified_entry`.
+        self.verified = torch.zeros((0, 1, D), dtype=torch.float32, device=self.device)
+        self.verified_rows = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self.verified_entry = torch.zeros(n_slots, dtype=torch.int64, device=self.device)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the drafter's cache."""
+        return self.kv.n_bytes
+
+    def begin(self, slot: int, prompt: list[int]) -> None:
+        with self.stats.timed("begin"):
+            pass
+
+    def observe(self, rows: Rows, output: Any) -> None:
+        rows, hidden = rows.to(self.device), output.hidden.to(self.device)
+        before = torch.cat([self._pending(rows.slots, rows.n_past)[:, None], hidden[:, :-1]], dim=1)
+        self.block.forward(self._embed(rows.tokens), before, Step.of(rows), self.kv)
+        entries = torch.arange(rows.n_batch, device=self.device)
+        self.pending[rows.slots] = hidden[entries, rows.n_rows - 1]
+        if rows.tentative:
+            self.verified, self.verified_rows = hidden, rows.n_rows
+            self.verified_entry[rows.slots] = entries
+
+    def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
+        with self.stats.timed("propose"):
+            home = slots.device
+            slots, tokens, position = (t.to(self.device) for t in (slots, last, n_past))
+            one = torch.ones_like(slots)
+            hidden = self._pending(slots, position)[:, None]
+            chosen, scores = [], []
+            for _ in range(n):
+                rows = Rows(tokens[:, None], slots, position, one, tentative=True)
+                hidden = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
+                logits = self._project(hidden)
+                tokens = argmax(logits)
+                chosen.append(tokens)
+                scores.append(first_share(logits, self.options.p_min))
+                position = position + 1
+            draft = limit(
+                torch.stack(chosen, 1), torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
+            )
+            return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+
+    def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
+        """The row that pairs with the next token is that of the last accepted one."""
+        with self.stats.timed("accept"):
+            slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
+            entries = self.verified_entry[slots]
+            row = torch.minimum(n_accepted, self.verified_rows[entries] - 1)
+            self.pending[slots] = self.verified[entries, row]
+
+    def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
+        self.stats.record(n_drafted, n_accepted)
+
+    def reset(self, slot: int) -> None:
+        self.pending[slot] = 0.0
+
+    def save(self, slot: int, n_past: int) -> MtpState:
+        return MtpState(kv.save(self.kv, slot, n_past), self.pending[slot].clone().cpu())
+
+    def restore(self, slot: int, state: MtpState) -> None:
+        kv.restore(self.kv, slot, state.kv)
+        self.pending[slot] = state.pending.to(self.device)
+
+    def checkpoint(self, slot: int, n_past: int) -> Tensor:
+        """The pending row; the cells below n_past stay where they are."""
+        return self.pending[slot].clone()
+
+    def rewind(self, slot: int, state: Tensor) -> None:
+        self.pending[slot] = state
+
+    def _pending(self, slots: Tensor, n_past: Tensor) -> Tensor:
+        """[B, D]: the hidden row before position n_past; zeros before the first token, whatever ran earlier."""
+        return torch.where(n_past[:, None] == 0, 0.0, self.pending[slots])
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedding = self.block.embedding
+        x = gather(embedding, tokens.reshape(-1).to(embedding.device)).to(self.device)
+        return x.view(*tokens.shape, -1)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """[B, 1, D] to logits [B, V], wherever the head lies."""
+        logits = self.block.project(hidden.to(self.block.head.weights[0].device))
+        return logits[:, 0].to(self.device)

@@ -1,0 +1,113 @@
+"""draft-simple: a small model of the same vocabulary continues the text greedily."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.select import argmax
+from ..rows import Rows
+from . import Draft, DraftOptions, limit
+from .scores import first_share
+from .statistics import Statistics
+
+if TYPE_CHECKING:
+    from ..models import Model
+
+
+class SmallModel:
+    """Reads what the target reads, keeps a cache of its own, and accepts or drops the same rows.
+
+    A draft model with recurrent layers cannot take tokens back, so it drafts by running the growing block
+    `[last, d1, ...]` again for every token, without ever committing it.
+    """
+
+    name = "draft-simple"
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        model: Model,
+        options: DraftOptions,
+        *,
+        n_slots: int,
+        n_ctx: int,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        max_rows: int = 16,
+    ) -> None:
+        """n_ctx: the target's cells a slot; max_rows: the most rows that one verification step can have."""
+        self.model, self.options, self.device = model, options, model.device
+        self.n_max = options.n_max
+        self.stats = Statistics(self.name, self.n_max)
+        self.cache = model.new_cache(n_slots, n_ctx + max(self.n_max + 1, max_rows), type_k, type_v)
+        self.unaccepted = False  # a tentative step was observed and its rows are not accepted yet
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the drafter's cache."""
+        return self.cache.n_bytes
+
+    def begin(self, slot: int, prompt: list[int]) -> None:
+        with self.stats.timed("begin"):
+            pass
+
+    def observe(self, rows: Rows, output: Any) -> None:
+        rows = rows.to(self.device)
+        # Ids beyond the draft's vocabulary exist when the target's is a little larger: any row stands in for them.
+        known = torch.where(rows.tokens < self.model.n_vocab, rows.tokens, 0)
+        rows = Rows(known, rows.slots, rows.n_past, rows.n_rows, rows.tentative)
+        self.model.forward(rows, self.cache, logits="none")
+        self.unaccepted = rows.tentative
+
+    def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
+        with self.stats.timed("propose"):
+            home = slots.device
+            slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
+            block = torch.where(last < self.model.n_vocab, last, 0)[:, None]
+            scores = []
+            for i in range(n):
+                if self.cache.has_recurrent:
+                    rows = Rows(block, slots, n_past, torch.full_like(slots, i + 1), tentative=True)
+                else:
+                    rows = Rows(block[:, i:], slots, n_past + i, torch.ones_like(slots), tentative=True)
+                logits = self.model.forward(rows, self.cache, logits="last").logits
+                assert logits is not None
+                self.cache.accept(slots, torch.zeros_like(slots))
+                block = torch.cat([block, argmax(logits)], dim=1)
+                scores.append(first_share(logits[:, 0], self.options.p_min))
+            draft = limit(
+                block[:, 1:], torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
+            )
+            return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+
+    def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
+        """`last` and the accepted drafts stay. A second call for the same step corrects the first."""
+        with self.stats.timed("accept"):
+            slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
+            if self.unaccepted:
+                self.cache.accept(slots, n_accepted + 1)
+            else:
+                for slot, n in zip(slots.tolist(), n_accepted.tolist()):
+                    self.cache.trim(slot, n + 1)
+            self.unaccepted = False
+
+    def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
+        self.stats.record(n_drafted, n_accepted)
+
+    def reset(self, slot: int) -> None:
+        self.cache.reset(slot)
+
+    def save(self, slot: int, n_past: int) -> Any:
+        return self.cache.save(slot, n_past)
+
+    def restore(self, slot: int, state: Any) -> None:
+        self.cache.restore(slot, state)
+
+    def checkpoint(self, slot: int, n_past: int) -> Any:
+        return self.cache.save_recurrent(slot)
+
+    def rewind(self, slot: int, state: Any) -> None:
+        self.cache.restore_recurrent(slot, state)
