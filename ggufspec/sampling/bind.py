@@ -33,9 +33,7 @@ def bind(params: SamplingParams, vocabulary: Vocabulary) -> BoundParams:
     bias: dict[int, float] = {}
     for token, value in params.logit_bias:
         if token >= vocabulary.n_vocab:
-            raise RequestError(
-                f"logit_bias: token {token} is outside the vocabulary of {vocabulary.n_vocab} tokens"
-            )
+            raise RequestError(f"logit_bias: token {token} is outside the vocabulary of {vocabulary.n_vocab} tokens")
         bias[token] = bias.get(token, 0.0) + value
     if params.ignore_eos:
         bias |= {token: -math.inf for token in vocabulary.eog}
@@ -51,9 +49,7 @@ def bind(params: SamplingParams, vocabulary: Vocabulary) -> BoundParams:
         if "infill" in params.samplers:
             eog = frozenset(vocabulary.eog)
             if not eog:
-                raise RequestError(
-                    "the infill sampler needs a model with an end-of-text token; this one has none"
-                )
+                raise RequestError("the infill sampler needs a model with an end-of-text token; this one has none")
             eot = getattr(vocabulary, "eot", None)
             pieces = Pieces(texts, eog, min(eog) if eot is None else eot)
     values = {f.name: getattr(params, f.name) for f in fields(SamplingParams)}

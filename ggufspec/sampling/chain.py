@@ -188,9 +188,7 @@ def scale(c: Candidates, t: float) -> Candidates:
 def infill_filter(c: Candidates, row: Row) -> Candidates:
     p = row.params
     if not isinstance(p, BoundParams) or p.pieces is None:
-        raise ConfigError(
-            "the infill sampler needs a vocabulary: call sampling.bind(params, tokenizer) first"
-        )
+        raise ConfigError("the infill sampler needs a vocabulary: call sampling.bind(params, tokenizer) first")
     c = c.by_logit()
     keep = infill(c.ids, c.probabilities(), p.pieces)
     if keep is None:
@@ -278,9 +276,7 @@ def _adaptive(c: Candidates, row: Row, state: SamplerState) -> Chosen:
     else:
         wanted = min(max(2 * p.adaptive_target - state.weighted_sum / state.total_weight, 0.0), 1.0)
         x = np.abs(original - wanted) / 0.3
-        chosen = _draw(
-            Candidates(c.ids, np.where(original > 0, 5.0 - 10.0 * x * x / (1.0 + x), -np.inf)), row, state
-        )
+        chosen = _draw(Candidates(c.ids, np.where(original > 0, 5.0 - 10.0 * x * x / (1.0 + x), -np.inf)), row, state)
     decay = p.adaptive_decay
     after = replace(
         state,

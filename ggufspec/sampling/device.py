@@ -121,9 +121,7 @@ def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     logits [R, V] float32 without NaN. Returns (logits [R, k] float32, ids [R, k] int64).
     """
-    bits = (
-        (logits + 0.0).contiguous().view(torch.int32)
-    )  # + 0.0: no negative zero, which would order below zero
+    bits = (logits + 0.0).contiguous().view(torch.int32)  # + 0.0: no negative zero, which would order below zero
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     ids = torch.arange(logits.shape[1], device=logits.device)
     keys = (ordered << 32) | (0xFFFFFFFF - ids)

@@ -107,18 +107,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("repeat_last_n", "dry_penalty_last_n", "min_keep", "n_probs"):
             if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"invalid {name.replace('_', '-')} = {getattr(self, name)}: expected 0 or more"
-                )
+                raise ConfigError(f"invalid {name.replace('_', '-')} = {getattr(self, name)}: expected 0 or more")
         if not (math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0):
-            raise ConfigError(
-                f"invalid repeat-penalty = {self.repeat_penalty}: expected a finite number above 0"
-            )
+            raise ConfigError(f"invalid repeat-penalty = {self.repeat_penalty}: expected a finite number above 0")
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
-                raise ConfigError(
-                    f"invalid {name.replace('_', '-')} = {getattr(self, name)}: expected a finite number"
-                )
+                raise ConfigError(f"invalid {name.replace('_', '-')} = {getattr(self, name)}: expected a finite number")
         if self.mirostat not in (0, 1, 2):
             raise ConfigError(f"invalid mirostat = {self.mirostat}: expected 0, 1 or 2")
         if math.isnan(self.temperature):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,13 @@ from ggufspec.sampling.params import RANDOM_SEED, BoundParams, SamplingParams
 from ggufspec.sampling.uniform import CHOICE_MASKED
 
 Histories = Sequence[Sequence[int]]
+
+
+class Mask(Protocol):
+    """A row's grammar: `grammar.GrammarState` is one. `allowed` is only asked for after a refused choice."""
+
+    def allows(self, token: int) -> bool: ...
+    def allowed(self, n_vocab: int) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ def sample_rows(
     positions: Tensor,
     seeds: Sequence[int] | None = None,
     histories: Histories | None = None,
-    masks: Tensor | None = None,
+    masks: Tensor | Sequence[Mask | None] | None = None,
     states: Sequence[SamplerState | None] | None = None,
     first_rows: Sequence[bool] | None = None,
 ) -> SampledRows:
@@ -50,7 +58,7 @@ def sample_rows(
     token will take. `seeds`: one a row, in place of the parameters' own. `histories[r]`: the tokens before
     that place, oldest first (at least the last `params.history_needed`); for row i of a verification batch
     that is the committed tokens, the last sampled one and the drafts before row i. masks: bool [R, V]
-    (True: allowed) or packed bits int32 [R, ceil(V / 32)].
+    (True: allowed), packed bits int32 [R, ceil(V / 32)], or one `Mask` (or None) a row.
 
     A masked row follows llama.cpp: the free choice stands if the mask allows it, else the chain runs again
     on masked logits, with random numbers of its own stream.
@@ -66,6 +74,8 @@ def sample_rows(
     _check(rows, own, positions, histories, masks, states, n_rows)
     if n_rows == 0:
         return SampledRows(positions.new_zeros(0), [], [])
+    if masks is not None and not isinstance(masks, Tensor):
+        masks = _masks_needed(masks, logits, rows, positions, own, histories)
     allowed = None if masks is None else _unpacked(masks, n_vocab)
     biased = _bias(logits, rows)
     tokens = torch.empty(n_rows, dtype=torch.int64, device=logits.device)
@@ -81,9 +91,7 @@ def sample_rows(
             state = out_states[r - 1] if carried else (states[r] if states is not None else None)
             row = Row(p, _history(histories, r), own[r], int(positions[r]))
             mask = None if allowed is None else allowed[r].cpu().numpy()
-            token, after, post = _on_host(
-                biased[r].float().cpu().numpy(), row, mask, state or SamplerState.start(p)
-            )
+            token, after, post = _on_host(biased[r].float().cpu().numpy(), row, mask, state or SamplerState.start(p))
             tokens[r] = token
             out_states[r] = after if p.is_sequential else None
             if p.n_probs and p.post_sampling_probs:
@@ -106,9 +114,7 @@ def _check(rows, seeds, positions, histories, masks, states, n_rows) -> None:  #
             raise ConfigError(f"sample_rows: {len(given)} {name} for {n_rows} rows of logits")
     for p, seed in zip(rows, seeds):
         if not p.greedy and seed & RANDOM_SEED == RANDOM_SEED:
-            raise ConfigError(
-                "sample_rows: the seed is not drawn yet; use params.with_seed() or sampling.bind"
-            )
+            raise ConfigError("sample_rows: the seed is not drawn yet; use params.with_seed() or sampling.bind")
         if p.ignore_eos and not isinstance(p, BoundParams):
             raise ConfigError("ignore_eos needs a vocabulary: call sampling.bind(params, tokenizer) first")
         if p.history_needed and histories is None:
@@ -117,6 +123,48 @@ def _check(rows, seeds, positions, histories, masks, states, n_rows) -> None:  #
 
 def _history(histories: Histories | None, r: int) -> Sequence[int]:
     return histories[r] if histories is not None else ()
+
+
+def _masks_needed(
+    masks: Sequence[Mask | None],
+    logits: Tensor,
+    rows: list[SamplingParams],
+    positions: Tensor,
+    seeds: list[int],
+    histories: Histories | None,
+) -> Tensor | None:
+    """The masks as bool [R, V], all True for rows whose free choice is allowed anyway; None if that is every row.
+
+    Checking one token is far cheaper than a whole mask, and most choices pass.
+    """
+    checked = [r for r, mask in enumerate(masks) if mask is not None]
+    if not checked:
+        return None
+    # A sequential sampler's free choice depends on its state: those rows always get their mask.
+    free_rows = [r for r in checked if not rows[r].is_sequential]
+    refused = [r for r in checked if rows[r].is_sequential]
+    if free_rows:
+        where = torch.tensor(free_rows)
+        free = sample_rows(
+            logits[where.to(logits.device)],
+            [replace(rows[r], n_probs=0) for r in free_rows],
+            positions[where.to(positions.device)],
+            [seeds[r] for r in free_rows],
+            None if histories is None else [histories[r] for r in free_rows],
+        ).tokens.tolist()
+        refused += [r for r, token in zip(free_rows, free) if not _mask(masks, r).allows(token)]
+    if not refused:
+        return None
+    allowed = torch.ones(logits.shape, dtype=torch.bool)
+    for r in refused:
+        allowed[r] = _mask(masks, r).allowed(logits.shape[1])
+    return allowed.to(logits.device)
+
+
+def _mask(masks: Sequence[Mask | None], r: int) -> Mask:
+    mask = masks[r]
+    assert mask is not None
+    return mask
 
 
 def _unpacked(masks: Tensor, n_vocab: int) -> Tensor:
@@ -179,9 +227,7 @@ def _on_device(
     for i, r in enumerate(fast):
         if rows[r].n_probs and rows[r].post_sampling_probs:
             w = choice.weights[i].cpu().numpy()
-            logprobs[r] = _top(
-                int(choice.tokens[i]), choice.ids[i].cpu().numpy(), w / w.sum(), rows[r].n_probs
-            )
+            logprobs[r] = _top(int(choice.tokens[i]), choice.ids[i].cpu().numpy(), w / w.sum(), rows[r].n_probs)
 
 
 def _history_tensor(

@@ -63,9 +63,7 @@ def dry(cands, p, history):
     limit = len(recent)
     for back in range(len(recent)):  # the latest breaker ends the search
         tails = p.breakers.tails.get(recent[-1 - back], ())
-        lengths = [
-            len(t) for t in tails if len(t) <= back and list(t) == recent[len(recent) - back :][: len(t)]
-        ]
+        lengths = [len(t) for t in tails if len(t) <= back and list(t) == recent[len(recent) - back :][: len(t)]]
         if lengths:
             limit = back - max(lengths)
             break
@@ -96,9 +94,7 @@ def typical(cands, p):
     cands = descending(cands)
     probs = softmax(cands)
     entropy = -math.fsum(q * math.log(q) for q in probs if q > 0)
-    ranked = sorted(
-        zip(cands, probs), key=lambda cq: abs((-math.log(cq[1]) if cq[1] > 0 else math.inf) - entropy)
-    )
+    ranked = sorted(zip(cands, probs), key=lambda cq: abs((-math.log(cq[1]) if cq[1] > 0 else math.inf) - entropy))
     out, running = [], 0.0
     for cand, q in ranked:
         out.append(cand)

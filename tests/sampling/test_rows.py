@@ -164,9 +164,7 @@ def test_ties_go_to_the_lower_id():
                        torch.tensor([0])).tokens.tolist() == [2]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", ["default", "greedy", "hot", "penalties", "typical", "xtc always", "top_p only"]
-)
+@pytest.mark.parametrize("case", ["default", "greedy", "hot", "penalties", "typical", "xtc always", "top_p only"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_masked_rows_follow_llama(case, packed):
     """A free choice that the mask allows stands; otherwise the masked chain decides with streams of its
@@ -220,9 +218,7 @@ def test_post_sampling_probabilities(case):
         cands = reference.chain(logits[r].tolist(), p, histories[r], u)
         expected = dict(zip((t for t, _ in cands), reference.softmax(cands)))
         got = {t: math.exp(x) for t, x in entries[1:]}
-        assert got == pytest.approx(
-            {t: q for t, q in expected.items() if t in got}, abs=1e-7
-        )  # penalties are float32
+        assert got == pytest.approx({t: q for t, q in expected.items() if t in got}, abs=1e-7)  # penalties are float32
         assert sum(got.values()) == pytest.approx(1.0) and entries[0][0] == out.tokens[r]
 
 

@@ -80,6 +80,4 @@ def test_cuda_gives_the_same_bits():
         pytest.skip("no CUDA device")
     seeds, positions = torch.arange(1000) * 7919, torch.arange(1000) * 31
     for stream in range(4):
-        assert torch.equal(
-            uniform(seeds.cuda(), positions.cuda(), stream).cpu(), uniform(seeds, positions, stream)
-        )
+        assert torch.equal(uniform(seeds.cuda(), positions.cuda(), stream).cpu(), uniform(seeds, positions, stream))
