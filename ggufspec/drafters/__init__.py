@@ -46,7 +46,8 @@ class Drafter(Protocol):
     name: str  # llama.cpp's type name, "draft-mtp"...
     n_max: int  # tokens it can propose per step, after clamping to what it was trained for
     taps: tuple[int, ...]  # target layers whose input it reads
-    stats: Statistics
+    capturable: bool  # propose, observe and accept are device work alone: a CUDA graph can hold them
+    stats: Statistics  # the caller adds calls and their times, `record` the counts
 
     def begin(self, slot: int, prompt: list[int]) -> None:
         """A prompt is complete in the target; n-gram drafters index it."""
@@ -69,6 +70,9 @@ class Drafter(Protocol):
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         """Count a verified draft in the statistics, once the host knows the numbers."""
+
+    def mutable(self) -> list[Tensor]:
+        """Tensors that running a stage twice would change twice."""
 
     def reset(self, slot: int) -> None:
         """Forget the slot: its next position is 0."""

@@ -33,6 +33,8 @@ class Features:
 class Chain:
     """Drafters of different kinds as one. All observe everything; all learn how many rows were right."""
 
+    capturable = False
+
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self.members = sorted(drafters, key=lambda drafter: ORDER.index(drafter.name))
         self.name = ",".join(drafter.name for drafter in self.members)
@@ -47,8 +49,8 @@ class Chain:
         return sum(getattr(drafter, "n_bytes", 0) for drafter in self.members)
 
     def begin(self, slot: int, prompt: list[int]) -> None:
-        with self.stats.timed("begin"):
-            for drafter in self.members:
+        for drafter in self.members:
+            with drafter.stats.timed("begin"):
                 drafter.begin(slot, prompt)
 
     def observe(self, rows: Rows, output: Any) -> None:
@@ -61,28 +63,30 @@ class Chain:
             drafter.observe(rows, Features(output.hidden, taps))
 
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
-        with self.stats.timed("propose"):
-            draft = _empty(slots, n)
-            source = torch.zeros_like(slots)
-            self._source, self._owner = (slots, source), {}
-            for i, drafter in enumerate(self.members):
-                width = min(n, drafter.n_max)
-                if isinstance(drafter, NgramDrafter):
-                    # A host drafter is asked for the slots that have no draft yet and remembers those as its own.
-                    open_slots = (draft.n_tokens == 0).nonzero()[:, 0]
-                    if len(open_slots) == 0:
-                        return draft
+        draft = _empty(slots, n)
+        source = torch.zeros_like(slots)
+        self._source, self._owner = (slots, source), {}
+        for i, drafter in enumerate(self.members):
+            width = min(n, drafter.n_max)
+            if isinstance(drafter, NgramDrafter):
+                # A host drafter is asked for the slots that have no draft yet and remembers those as its own.
+                open_slots = (draft.n_tokens == 0).nonzero()[:, 0]
+                if len(open_slots) == 0:
+                    return draft
+                with drafter.stats.timed("propose"):
                     part = drafter.propose(slots[open_slots], last[open_slots], n_past[open_slots], width)
-                    found = _spread(part, open_slots, len(slots), n)
-                else:
-                    found = _spread(drafter.propose(slots, last, n_past, width), None, len(slots), n)
-                source.masked_fill_((draft.n_tokens == 0) & (found.n_tokens > 0), i)
-                draft = _first(draft, found)
-            return draft
+                found = _spread(part, open_slots, len(slots), n)
+            else:
+                with drafter.stats.timed("propose"):
+                    part = drafter.propose(slots, last, n_past, width)
+                found = _spread(part, None, len(slots), n)
+            source.masked_fill_((draft.n_tokens == 0) & (found.n_tokens > 0), i)
+            draft = _first(draft, found)
+        return draft
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
-        with self.stats.timed("accept"):
-            for drafter in self.members:
+        for drafter in self.members:
+            with drafter.stats.timed("accept"):
                 drafter.accept(slots, n_accepted)
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
@@ -92,6 +96,9 @@ class Chain:
             self._owner = dict(zip(slots.tolist(), source.tolist()))
         if slot in self._owner:
             self.members[self._owner[slot]].record(slot, n_drafted, n_accepted)
+
+    def mutable(self) -> list[Tensor]:
+        return [tensor for drafter in self.members for tensor in drafter.mutable()]
 
     def reset(self, slot: int) -> None:
         for drafter in self.members:

@@ -256,6 +256,8 @@ def load_backbone(weights: Weights, config: DFlashConfig, target: Model, device:
 class BlockDrafter:
     """The protocol for the three block drafters: they differ in `choose`."""
 
+    capturable = True
+
     def __init__(
         self,
         name: str,
@@ -304,35 +306,34 @@ class BlockDrafter:
         raise NotImplementedError
 
     def begin(self, slot: int, prompt: list[int]) -> None:
-        with self.stats.timed("begin"):
-            pass
+        """Nothing to do: `observe` has seen the prompt."""
 
     def observe(self, rows: Rows, output: Any) -> None:
         self.backbone.inject(output.taps.to(self.device), rows.to(self.device), self.kvs)
 
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
-        with self.stats.timed("propose"):
-            home = slots.device
-            slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
-            tokens = torch.full(
-                (len(slots), self.width),
-                self.backbone.config.mask_token_id,
-                dtype=torch.int64,
-                device=self.device,
-            )
-            tokens[:, 0] = last
-            rows = Rows(tokens, slots, n_past, torch.full_like(slots, self.width), tentative=True)
-            chosen, scores = self.choose(self.backbone.block(rows, self.kvs), last)
-            draft = limit(chosen, scores, n, self.n_min, self.options.p_min)
-            return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+        home = slots.device
+        slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
+        tokens = torch.full(
+            (len(slots), self.width),
+            self.backbone.config.mask_token_id,
+            dtype=torch.int64,
+            device=self.device,
+        )
+        tokens[:, 0] = last
+        rows = Rows(tokens, slots, n_past, torch.full_like(slots, self.width), tentative=True)
+        chosen, scores = self.choose(self.backbone.block(rows, self.kvs), last)
+        draft = limit(chosen, scores, n, self.n_min, self.options.p_min)
+        return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """Nothing to do: rejected positions are not below n_past and are overwritten."""
-        with self.stats.timed("accept"):
-            pass
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         self.stats.record(n_drafted, n_accepted)
+
+    def mutable(self) -> list[Tensor]:
+        return []  # storing the same keys and values again changes nothing
 
     def reset(self, slot: int) -> None:
         """Nothing to do: what is not below n_past is not visible."""

@@ -35,6 +35,7 @@ class MtpState:
 class Mtp:
     name = "draft-mtp"
     taps: tuple[int, ...] = ()
+    capturable = True
 
     def __init__(
         self,
@@ -58,10 +59,9 @@ class Mtp:
         )
         D = block.enorm.shape[0]
         self.pending = torch.zeros((n_slots, D), dtype=torch.float32, device=self.device)
-        # Of the last tentative step: the slots' hidden rows, in the order of `verified_entry`.
-        self.verified = torch.zeros((0, 1, D), dtype=torch.float32, device=self.device)
-        self.verified_rows = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.verified_entry = torch.zeros(n_slots, dtype=torch.int64, device=self.device)
+        # Of each slot's last tentative step: its hidden rows and how many there were.
+        self.verified = torch.zeros((n_slots, max_rows, D), dtype=torch.float32, device=self.device)
+        self.verified_rows = torch.ones(n_slots, dtype=torch.int64, device=self.device)
 
     @property
     def n_bytes(self) -> int:
@@ -69,8 +69,7 @@ class Mtp:
         return self.kv.n_bytes
 
     def begin(self, slot: int, prompt: list[int]) -> None:
-        with self.stats.timed("begin"):
-            pass
+        """Nothing to do: `observe` has seen the prompt."""
 
     def observe(self, rows: Rows, output: Any) -> None:
         rows, hidden = rows.to(self.device), output.hidden.to(self.device)
@@ -79,39 +78,39 @@ class Mtp:
         entries = torch.arange(rows.n_batch, device=self.device)
         self.pending[rows.slots] = hidden[entries, rows.n_rows - 1]
         if rows.tentative:
-            self.verified, self.verified_rows = hidden, rows.n_rows
-            self.verified_entry[rows.slots] = entries
+            self.verified[rows.slots, : rows.width] = hidden
+            self.verified_rows[rows.slots] = rows.n_rows
 
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
-        with self.stats.timed("propose"):
-            home = slots.device
-            slots, tokens, position = (t.to(self.device) for t in (slots, last, n_past))
-            one = torch.ones_like(slots)
-            hidden = self._pending(slots, position)[:, None]
-            chosen, scores = [], []
-            for _ in range(n):
-                rows = Rows(tokens[:, None], slots, position, one, tentative=True)
-                hidden = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
-                logits = self._project(hidden)
-                tokens = argmax(logits)
-                chosen.append(tokens)
-                scores.append(first_share(logits, self.options.p_min))
-                position = position + 1
-            draft = limit(
-                torch.stack(chosen, 1), torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
-            )
-            return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+        home = slots.device
+        slots, tokens, position = (t.to(self.device) for t in (slots, last, n_past))
+        one = torch.ones_like(slots)
+        hidden = self._pending(slots, position)[:, None]
+        chosen, scores = [], []
+        for _ in range(n):
+            rows = Rows(tokens[:, None], slots, position, one, tentative=True)
+            hidden = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
+            logits = self._project(hidden)
+            tokens = argmax(logits)
+            chosen.append(tokens)
+            scores.append(first_share(logits, self.options.p_min))
+            position = position + 1
+        draft = limit(
+            torch.stack(chosen, 1), torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
+        )
+        return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """The row that pairs with the next token is that of the last accepted one."""
-        with self.stats.timed("accept"):
-            slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
-            entries = self.verified_entry[slots]
-            row = torch.minimum(n_accepted, self.verified_rows[entries] - 1)
-            self.pending[slots] = self.verified[entries, row]
+        slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
+        row = torch.minimum(n_accepted, self.verified_rows[slots] - 1)
+        self.pending[slots] = self.verified[slots, row]
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         self.stats.record(n_drafted, n_accepted)
+
+    def mutable(self) -> list[Tensor]:
+        return [self.pending]
 
     def reset(self, slot: int) -> None:
         self.pending[slot] = 0.0

@@ -21,6 +21,7 @@ class NgramDrafter:
     """A drafter without a model. Subclasses say how one slot's text is continued."""
 
     taps: tuple[int, ...] = ()
+    capturable = False
 
     def __init__(self, name: str, n_max: int, n_slots: int, n_ctx: int) -> None:
         self.name = name
@@ -46,38 +47,38 @@ class NgramDrafter:
     # The protocol.
 
     def begin(self, slot: int, prompt: list[int]) -> None:
-        with self.stats.timed("begin"):
-            self.history.write(slot, 0, prompt)
-            self.index(slot, self.history.text(slot, len(prompt)))
+        self.history.write(slot, 0, prompt)
+        self.index(slot, self.history.text(slot, len(prompt)))
 
     def observe(self, rows: Rows, output: Any) -> None:
         self.history.observe(rows)
 
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
-        with self.stats.timed("propose"):
-            tokens = np.zeros((len(slots), n), dtype=np.int64)
-            n_tokens = np.zeros(len(slots), dtype=np.int64)
-            for b, (slot, id, past) in enumerate(zip(slots.tolist(), last.tolist(), n_past.tolist())):
-                draft = self.continue_text(slot, self.history.text(slot, past), id)
-                self.drafted.pop(slot, None)
-                if draft:
-                    self.drafted[slot] = len(draft)
-                n_tokens[b] = min(len(draft), n)
-                tokens[b, : n_tokens[b]] = draft[:n]
-            device = slots.device
-            scores = torch.ones((len(slots), n), dtype=torch.float32, device=device)
-            return Draft(torch.from_numpy(tokens).to(device), torch.from_numpy(n_tokens).to(device), scores)
+        tokens = np.zeros((len(slots), n), dtype=np.int64)
+        n_tokens = np.zeros(len(slots), dtype=np.int64)
+        for b, (slot, id, past) in enumerate(zip(slots.tolist(), last.tolist(), n_past.tolist())):
+            draft = self.continue_text(slot, self.history.text(slot, past), id)
+            self.drafted.pop(slot, None)
+            if draft:
+                self.drafted[slot] = len(draft)
+            n_tokens[b] = min(len(draft), n)
+            tokens[b, : n_tokens[b]] = draft[:n]
+        device = slots.device
+        scores = torch.ones((len(slots), n), dtype=torch.float32, device=device)
+        return Draft(torch.from_numpy(tokens).to(device), torch.from_numpy(n_tokens).to(device), scores)
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
-        with self.stats.timed("accept"):
-            for slot, accepted in zip(slots.tolist(), n_accepted.tolist()):
-                # Without an open draft the step was plain or another drafter's: nothing to learn from it.
-                n_drafted = self.drafted.pop(slot, 0)
-                if n_drafted:
-                    self.learn(slot, n_drafted, accepted)
+        for slot, accepted in zip(slots.tolist(), n_accepted.tolist()):
+            # Without an open draft the step was plain or another drafter's: nothing to learn from it.
+            n_drafted = self.drafted.pop(slot, 0)
+            if n_drafted:
+                self.learn(slot, n_drafted, accepted)
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         self.stats.record(n_drafted, n_accepted)
+
+    def mutable(self) -> list[Tensor]:
+        return []
 
     def reset(self, slot: int) -> None:
         self.drafted.pop(slot, None)

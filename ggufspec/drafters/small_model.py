@@ -26,6 +26,7 @@ class SmallModel:
 
     name = "draft-simple"
     taps: tuple[int, ...] = ()
+    capturable = True
 
     def __init__(
         self,
@@ -51,8 +52,7 @@ class SmallModel:
         return self.cache.n_bytes
 
     def begin(self, slot: int, prompt: list[int]) -> None:
-        with self.stats.timed("begin"):
-            pass
+        """Nothing to do: `observe` has seen the prompt."""
 
     def observe(self, rows: Rows, output: Any) -> None:
         rows = rows.to(self.device)
@@ -63,39 +63,40 @@ class SmallModel:
         self.unaccepted = rows.tentative
 
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
-        with self.stats.timed("propose"):
-            home = slots.device
-            slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
-            block = torch.where(last < self.model.n_vocab, last, 0)[:, None]
-            scores = []
-            for i in range(n):
-                if self.cache.has_recurrent:
-                    rows = Rows(block, slots, n_past, torch.full_like(slots, i + 1), tentative=True)
-                else:
-                    rows = Rows(block[:, i:], slots, n_past + i, torch.ones_like(slots), tentative=True)
-                logits = self.model.forward(rows, self.cache, logits="last").logits
-                assert logits is not None
-                self.cache.accept(slots, torch.zeros_like(slots))
-                block = torch.cat([block, argmax(logits)], dim=1)
-                scores.append(first_share(logits[:, 0], self.options.p_min))
-            draft = limit(
-                block[:, 1:], torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
-            )
-            return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+        home = slots.device
+        slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
+        block = torch.where(last < self.model.n_vocab, last, 0)[:, None]
+        scores = []
+        for i in range(n):
+            if self.cache.has_recurrent:
+                rows = Rows(block, slots, n_past, torch.full_like(slots, i + 1), tentative=True)
+            else:
+                rows = Rows(block[:, i:], slots, n_past + i, torch.ones_like(slots), tentative=True)
+            logits = self.model.forward(rows, self.cache, logits="last").logits
+            assert logits is not None
+            self.cache.accept(slots, torch.zeros_like(slots))
+            block = torch.cat([block, argmax(logits)], dim=1)
+            scores.append(first_share(logits[:, 0], self.options.p_min))
+        draft = limit(
+            block[:, 1:], torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
+        )
+        return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """`last` and the accepted drafts stay. A second call for the same step corrects the first."""
-        with self.stats.timed("accept"):
-            slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
-            if self.unaccepted:
-                self.cache.accept(slots, n_accepted + 1)
-            else:
-                for slot, n in zip(slots.tolist(), n_accepted.tolist()):
-                    self.cache.trim(slot, n + 1)
-            self.unaccepted = False
+        slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
+        if self.unaccepted:
+            self.cache.accept(slots, n_accepted + 1)
+        else:
+            for slot, n in zip(slots.tolist(), n_accepted.tolist()):
+                self.cache.trim(slot, n + 1)
+        self.unaccepted = False
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         self.stats.record(n_drafted, n_accepted)
+
+    def mutable(self) -> list[Tensor]:
+        return self.cache.mutable()
 
     def reset(self, slot: int) -> None:
         self.cache.reset(slot)
