@@ -6,8 +6,8 @@ Rows of a verification are sampled as if all drafts before them were right: row 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,6 +40,22 @@ class Choices:
     states: list[SamplerState | None] | None = None
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Sampling that needs nothing but logits, positions and these parameters; None: every row takes the maximum."""
+
+    params: RowParams | None
+    n_candidates: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return () if self.params is None else tuple(getattr(self.params, f.name) for f in fields(self.params))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Plan:
+        """The same plan reading its parameters from other tensors (a graph's input buffers)."""
+        return self if self.params is None else Plan(RowParams(*tensors), self.n_candidates)
+
+
 class Chooser:
     """Turns logits into tokens. The simple path never waits for the host; the general one serves everything."""
 
@@ -50,7 +66,7 @@ class Chooser:
         self.is_eog = torch.zeros(n_vocab, dtype=torch.bool, device=device)
         if tokenizer.eog:
             self.is_eog[torch.tensor(sorted(tokenizer.eog), device=device)] = True
-        self._bound: tuple[tuple[Any, ...], RowParams, int] | None = None
+        self._plan: tuple[tuple[int, ...], Plan | None] | None = None
 
     def bind(self, params: SamplingParams) -> SamplingParams:
         return bind(params, self.tokenizer)
@@ -82,9 +98,10 @@ class Chooser:
 
     def rows(self, logits: Tensor, rows: Rows, slots: Sequence[Slot]) -> Choices:
         """logits [B, W, V] to tokens [B, W]; row i of a slot chooses for position n_past + i + 1."""
-        if all(self._simple(slot) for slot in slots):
-            return Choices(self._simple_rows(logits, rows, slots))
-        return self._general_rows(logits, rows, slots)
+        plan = self.plan(slots, rows.width)
+        if plan is None:
+            return self.general(logits, rows, slots)
+        return Choices(self.simple(logits, rows, plan))
 
     def report(self, slots: Sequence[Slot], choices: Choices, emitted: Sequence[Sequence[int]]) -> list[Chosen]:
         """Host results: emitted[b] are the tokens of slot b that stand (the first of its row's choices)."""
@@ -106,32 +123,35 @@ class Chooser:
 
     # -- paths -------------------------------------------------------------------------------------------------
 
-    def _simple(self, slot: Slot) -> bool:
-        """Nothing but the row's own logits, parameters and position matters."""
-        assert slot.job is not None
-        p = slot.job.request.sampling
-        return p.on_device and not p.penalizes and not p.n_probs and not p.logit_bias and slot.grammar is None
+    def plan(self, slots: Sequence[Slot], W: int) -> Plan | None:
+        """How these slots' rows can be sampled without the host, or None. Kept while the same jobs run."""
+        jobs = [slot.job for slot in slots if slot.job is not None]
+        key = (W, *(job.id for job in jobs))
+        if self._plan is None or self._plan[0] != key:
+            self._plan = (key, self._make_plan(slots, [job.request.sampling for job in jobs], W))
+        return self._plan[1]
 
-    def _simple_rows(self, logits: Tensor, rows: Rows, slots: Sequence[Slot]) -> Tensor:
+    def _make_plan(self, slots: Sequence[Slot], params: list[SamplingParams], W: int) -> Plan | None:
+        simple = all(
+            p.on_device and not p.penalizes and not p.n_probs and not p.logit_bias for p in params
+        ) and all(slot.grammar is None for slot in slots)
+        if not simple:
+            return None
+        if all(p.greedy for p in params):
+            return Plan(None, 1)
+        made = RowParams.of([p for p in params for _ in range(W)], self.device, self.n_vocab)
+        return Plan(made, made.n_candidates)
+
+    def simple(self, logits: Tensor, rows: Rows, plan: Plan) -> Tensor:
+        """logits [B, W, V] to tokens [B, W], on the device throughout."""
         B, W, V = logits.shape
         flat = logits.reshape(B * W, V)
-        params = [slot.job.request.sampling for slot in slots if slot.job is not None]
-        if all(p.greedy for p in params):
+        if plan.params is None:
             return flat.argmax(dim=1).view(B, W)
-        row_params, n = self._row_params(slots, params, W)
         positions = (rows.positions() + 1).reshape(-1)
-        return device_sampling.sample(flat, row_params, positions, n).tokens.view(B, W)
+        return device_sampling.sample(flat, plan.params, positions, plan.n_candidates).tokens.view(B, W)
 
-    def _row_params(self, slots: Sequence[Slot], params: list[SamplingParams], W: int) -> tuple[RowParams, int]:
-        """Device tensors of the rows' parameters, kept while the same jobs run at the same width."""
-        key = (W, *(slot.job.id for slot in slots if slot.job is not None))
-        if self._bound is None or self._bound[0] != key:
-            repeated = [p for p in params for _ in range(W)]
-            made = RowParams.of(repeated, self.device, self.n_vocab)
-            self._bound = (key, made, made.n_candidates)
-        return self._bound[1], self._bound[2]
-
-    def _general_rows(self, logits: Tensor, rows: Rows, slots: Sequence[Slot]) -> Choices:
+    def general(self, logits: Tensor, rows: Rows, slots: Sequence[Slot]) -> Choices:
         B, W, V = logits.shape
         drafted = rows.tokens[:, 1:].tolist()
         n_rows = rows.n_rows.tolist()

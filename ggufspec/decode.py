@@ -1,4 +1,8 @@
-"""One decode step of several slots: draft, verify, accept; with or without a drafter the same path."""
+"""One decode step of several slots: draft, verify, choose; with or without a drafter the same path.
+
+The three stages work on device tensors alone, so that on a GPU each is one captured graph (see capture). The host
+writes four small tensors before a step and reads one after it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,16 @@ import torch
 from torch import Tensor
 
 from .cache import Cache
-from .choose import Chooser
+from .capture import Graphs
+from .choose import Choices, Chooser
 from .drafters import Drafter
 from .job import TokenOut
+from .rows import Rows
 from .slot import Slot
 from .speculate import accepted_prefix, lay_out
 
 if TYPE_CHECKING:
-    from .models import Model
+    from .models import Model, Output
 
 
 @dataclass
@@ -34,7 +40,7 @@ class Decoded:
 
 
 class Laps:
-    """Wall times of a step's phases. On a GPU they are taken with events, so that the host need not wait."""
+    """Times of a step's phases. On a GPU they are taken with events, so that the host need not wait."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
@@ -57,40 +63,50 @@ class Laps:
         return [1000 * (b - a) for a, b in pairs]
 
 
-class Decoder:
-    """Owns nothing but references: the target, its cache, the drafter, the chooser."""
+@dataclass(frozen=True)
+class StepInputs:
+    """What the host knows before a step; [B] int64 each, on the device."""
 
-    def __init__(self, target: Model, cache: Cache, drafter: Drafter | None, chooser: Chooser):
+    slots: Tensor
+    last: Tensor  # sampled, not yet evaluated
+    n_past: Tensor
+    room: Tensor  # drafted tokens allowed
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], limits: Sequence[int], device: torch.device) -> StepInputs:
+        host = torch.tensor([[s.id, s.last, s.n_past, limit] for s, limit in zip(slots, limits)]).T.contiguous()
+        if device.type == "cuda":
+            host = host.pin_memory().to(device, non_blocking=True)
+        return cls(*host.unbind(0))
+
+
+class Decoder:
+    """The target, its cache, the drafter and the chooser, stage by stage. `graphs` None runs every stage eagerly."""
+
+    def __init__(self, target: Model, cache: Cache, drafter: Drafter | None, chooser: Chooser,
+                 graphs: Graphs | None = None):
         self.target = target
         self.cache = cache
         self.drafter = drafter
         self.chooser = chooser
+        self.graphs = graphs
         self.device = target.device
         self._accepted_rows: dict[int, int] = {}
 
     def step(self, slots: Sequence[Slot], limits: Sequence[int]) -> Decoded:
         """Decode once for `slots`, each with at most limits[b] drafted tokens."""
-        device = self.device
-        laps = Laps(device)
-        index = torch.tensor([s.id for s in slots], device=device)
-        last = torch.tensor([s.last for s in slots], device=device)
-        n_past = torch.tensor([s.n_past for s in slots], device=device)
-        draft, n_draft = self._draft(index, last, n_past, limits)
+        inputs = StepInputs.of(slots, limits, self.device)
+        n = max(limits) if self.drafter is not None else 0
+        laps = Laps(self.device)
+        draft, n_draft = self._draft(inputs, n)
         laps.mark()
-        rows = lay_out(last, draft, n_draft, index, n_past, self.target.n_vocab)
-        taps = self.drafter.taps if self.drafter is not None else ()
-        output = self.target.forward(rows, self.cache, taps=taps, logits="all")
-        assert output.logits is not None
+        rows, output = self._verify(inputs, draft, n_draft)
         laps.mark()
-        choices = self.chooser.rows(output.logits, rows, slots)
-        n_accepted = accepted_prefix(rows, choices.tokens, self.chooser.is_eog)
-        self.cache.accept(index, n_accepted + 1)
+        choices, summary = self._choose(rows, output, slots)
         laps.mark()
-        if self.drafter is not None:
-            self.drafter.observe(rows, output)
-            self.drafter.accept(index, n_accepted)
+        self._observe(rows, output, summary)
         laps.mark()
-        host = torch.cat([choices.tokens, n_accepted[:, None], rows.n_rows[:, None]], dim=1).tolist()
+        host = summary.tolist()
         emitted = [row[: row[-2] + 1] for row in host]
         for slot, tokens in zip(slots, emitted):
             self._accepted_rows[slot.id] = len(tokens)
@@ -101,15 +117,77 @@ class Decoder:
             draft_ms + observe_ms, verify_ms, sample_ms,
         )
 
-    def _draft(self, index: Tensor, last: Tensor, n_past: Tensor, limits: Sequence[int]) -> tuple[Tensor, Tensor]:
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def _draft(self, inputs: StepInputs, n: int) -> tuple[Tensor, Tensor]:
         """(tokens [B, n], how many count [B])"""
-        n = max(limits)
-        if self.drafter is None or n == 0:
-            empty = torch.zeros(len(limits), 0, dtype=torch.int64, device=self.device)
-            return empty, torch.zeros_like(last)
-        draft = self.drafter.propose(index, last, n_past, n)
-        room = torch.tensor(list(limits), device=self.device)
-        return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), room)
+        drafter = self.drafter
+        if drafter is None or n == 0:
+            return inputs.last.new_zeros(inputs.last.shape[0], 0), torch.zeros_like(inputs.last)
+
+        def stage(slots: Tensor, last: Tensor, n_past: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+            draft = drafter.propose(slots, last, n_past, n)
+            return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), room)
+
+        arguments = (inputs.slots, inputs.last, inputs.n_past, inputs.room)
+        if self.graphs is None or not drafter.capturable:
+            return stage(*arguments)
+        return self.graphs.run(("draft", n), stage, arguments)
+
+    def _verify(self, inputs: StepInputs, draft: Tensor, n_draft: Tensor) -> tuple[Rows, Output]:
+        taps = self.drafter.taps if self.drafter is not None else ()
+
+        def stage(slots: Tensor, last: Tensor, n_past: Tensor, draft: Tensor, n_draft: Tensor) -> tuple[Rows, Output]:
+            rows = lay_out(last, draft, n_draft, slots, n_past, self.target.n_vocab)
+            return rows, self.target.forward(rows, self.cache, taps=taps, logits="all")
+
+        arguments = (inputs.slots, inputs.last, inputs.n_past, draft, n_draft)
+        if self.graphs is None:
+            return stage(*arguments)
+        return self.graphs.run(("verify", draft.shape[1]), stage, arguments)
+
+    def _choose(self, rows: Rows, output: Output, slots: Sequence[Slot]) -> tuple[Choices, Tensor]:
+        """The target's tokens and, in one tensor for the host, [B, W + 2]: tokens, n_accepted, n_rows."""
+        assert output.logits is not None
+        logits = output.logits
+        plan = self.chooser.plan(slots, rows.width)
+        if plan is None:
+            choices = self.chooser.general(logits, rows, slots)
+            return choices, self._settle(rows, choices.tokens)
+
+        def stage(*params: Tensor) -> tuple[Tensor, Tensor]:
+            tokens = self.chooser.simple(logits, rows, plan.with_tensors(params))
+            return tokens, self._settle(rows, tokens)
+
+        if self.graphs is None:
+            tokens, summary = stage(*plan.tensors)
+        else:
+            # logits and rows are the verify graph's own buffers: fixed places, so they need no copy
+            name = ("choose", rows.width, plan.n_candidates, logits.data_ptr(), rows.tokens.data_ptr())
+            tokens, summary = self.graphs.run(name, stage, plan.tensors or (rows.n_rows,))
+        return Choices(tokens), summary
+
+    def _settle(self, rows: Rows, tokens: Tensor) -> Tensor:
+        """Commit the accepted rows; [B, W + 2] for the host: tokens, n_accepted, n_rows."""
+        n_accepted = accepted_prefix(rows, tokens, self.chooser.is_eog)
+        self.cache.accept(rows.slots, n_accepted + 1)
+        return torch.cat([tokens, n_accepted[:, None], rows.n_rows[:, None]], dim=1)
+
+    def _observe(self, rows: Rows, output: Output, summary: Tensor) -> None:
+        drafter = self.drafter
+        if drafter is None:
+            return
+        n_accepted = summary[:, -2]
+        if self.graphs is None or not drafter.capturable:
+            drafter.observe(rows, output)
+            drafter.accept(rows.slots, n_accepted)
+            return
+
+        def stage(n_accepted: Tensor) -> None:
+            drafter.observe(rows, output)
+            drafter.accept(rows.slots, n_accepted)
+
+        self.graphs.run(("observe", rows.width, rows.tokens.data_ptr()), stage, (n_accepted,))
 
     def n_accepted_rows(self, slot_id: int) -> int:
         """Rows of the slot's last step that were committed: the last token and the accepted drafts."""

@@ -106,6 +106,11 @@ class Cache:
         for state in self.leaders:
             gdn.trim(state, slot, n)
 
+    def mutable(self) -> list[Tensor]:
+        """What a step changes in place: running it twice without this put back would replay rows twice."""
+        states = [s for s in self.recurrent if s is not None]
+        return [t for s in states for t in (s.state, s.tail)] + [s.shared for s in self.leaders]
+
     def reset(self, slot: int) -> None:
         """Start a new sequence in a slot."""
         for state in self.recurrent:
