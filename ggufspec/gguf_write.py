@@ -122,22 +122,20 @@ def _write_all(
 ) -> int:
     """Write every file under a temporary name beside its own, then rename them all."""
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
+    alignments = [_alignment_of(file_keys, path) for path, file_keys in zip(paths, keys)]
+    headers = [_header(*each, version) for each in zip(paths, keys, shards, alignments)]
+    for path in paths:
+        if path.is_dir():
+            raise FileError(f"{path}: cannot be written: is a directory, expected a file name")
     stream = iter(chunks)
     n_bytes = 0
     try:
-        for path, temp, file_keys, entries in zip(paths, temporary, keys, shards):
-            alignment = _alignment_of(file_keys, path)
-            header = _header(path, file_keys, entries, alignment, version)
-            with _reported(path):
-                file = open(temp, "wb")
-            with file:
+        for path, temp, header, entries, alignment in zip(paths, temporary, headers, shards, alignments):
+            with _new_file(temp, path) as file:
                 _put(file, header, path)
                 for entry in entries:
                     _put_tensor(file, entry, stream, alignment, path)
-                with _reported(path):
-                    n_bytes += file.tell()
-                    file.flush()
-                    os.fsync(file.fileno())
+                n_bytes += file.tell()
         if next(stream, None) is not None:
             raise FileError(f"{paths[-1]}: there is more tensor data than the table of tensors announces")
         for path, temp in zip(paths, temporary):
@@ -202,9 +200,7 @@ def _put_tensor(file: BinaryIO, entry: Entry, stream: Iterator[Chunk], alignment
         if n_bytes <= entry.n_bytes:
             _put(file, raw, path)
     if n_bytes != entry.n_bytes:
-        raise FileError(
-            f"{path}: tensor {entry.name!r} was given {n_bytes} bytes of data, expected {entry.n_bytes}"
-        )
+        raise FileError(f"{path}: tensor {entry.name!r} was given {n_bytes} bytes of data, expected {entry.n_bytes}")
     _put(file, bytes(_padded(n_bytes, alignment) - n_bytes), path)
 
 
@@ -217,6 +213,22 @@ def _bytes(chunk: Chunk) -> memoryview:
 def _put(file: BinaryIO, raw: bytes | memoryview, path: Path) -> None:
     with _reported(path):
         file.write(raw)
+
+
+@contextmanager
+def _new_file(temporary: Path, path: Path) -> Iterator[BinaryIO]:
+    """An open file that is on the disk when the block ends well, and merely closed when it fails."""
+    with _reported(path):
+        file = open(temporary, "wb")
+    try:
+        yield file
+    except BaseException:
+        with suppress(OSError):  # closing writes what is left, which fails again on a full disk
+            file.close()
+        raise
+    with _reported(path), file:
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
