@@ -222,6 +222,10 @@ def tensor_type(text: str) -> str:
     raise ConfigError(f"unknown tensor type {text!r}, expected one of {' '.join(sorted(written)).lower()}")
 
 
+def block_elements(type_name: str) -> int:
+    return layouts.BY_NAME[type_name].n_elements
+
+
 def visiting_order(names: Iterable[str]) -> list[str]:
     """Names sorted by block number, those without one first, then by their bytes."""
 
@@ -295,7 +299,7 @@ def _by_rules(info: TensorInfo, model: _Model) -> str:
     if name == "output.weight" or (model.is_tied and name == "token_embd.weight"):
         if choices.output_type:
             return choices.output_type
-        if info.columns % layouts.BY_NAME[default].n_elements:
+        if info.columns % block_elements(default):
             return "Q8_0"
         return "Q8_0" if default == "Q8_0" else "Q6_K"
     if is_value(name):
@@ -331,10 +335,10 @@ def _is_70b(facts: Facts) -> bool:
 
 def with_fallback(type_name: str, n_columns: int) -> str:
     """The type itself, or the next best one whose blocks divide a row of `n_columns`."""
-    if n_columns % layouts.BY_NAME[type_name].n_elements == 0:
+    if n_columns % block_elements(type_name) == 0:
         return type_name
     smaller = FALLBACK.get(type_name, "F16")
-    return smaller if n_columns % layouts.BY_NAME[smaller].n_elements == 0 else "F16"
+    return smaller if n_columns % block_elements(smaller) == 0 else "F16"
 
 
 def needs_imatrix(name: str, type_name: str, choices: Choices) -> bool:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ggufspec.errors import ConfigError
+from ggufspec.errors import ConfigError, FileError
 from ggufspec.gguf_file import GGUFFile
 from ggufspec.gguf_header import TensorInfo
 from ggufspec.gguf_write import Entry, Key, keys_of, shard_name, write_gguf, write_split
@@ -139,7 +140,7 @@ def _check(file: GGUFFile, tensors: list[TensorPlan], needy: list[str], options:
         source, target = t.info.layout, layouts.BY_NAME[t.target]  # an unknown source type is refused here
         if source.is_quantized and not options.allow_requantize and not dry_run:
             raise ConfigError(
-                f"{file.path}: tensor {t.info.name!r}: requantizing from type {_shown(source.name)} is disabled; "
+                f"{file.path}: tensor {t.info.name!r}: requantizing from type {shown_type(source.name)} is disabled; "
                 "start from an F16/BF16/F32 file, or accept the loss with --allow-requantize"
             )
         if source.name not in policy.GUESSED:
@@ -253,7 +254,7 @@ def _limited(text: str) -> str:
     return text.encode()[:MAX_TEXT].decode(errors="ignore")
 
 
-def _shown(type_name: str) -> str:
+def shown_type(type_name: str) -> str:
     """A type's name the way llama.cpp prints it: q4_0, q6_K."""
     return type_name.lower().replace("_k", "_K")
 
@@ -273,13 +274,15 @@ def run_plan(
     *,
     n_workers: int = 1,
     device: str = "cpu",
+    max_buffer_bytes: int = 1 << 33,
     on_tensor: Callable[[int, TensorPlan], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Summary:
     """Write the output of a plan: all of it, or nothing. The bytes do not depend on `n_workers` or `device`.
 
-    `on_tensor` is called before a tensor is written, `on_bytes` with the number of input bytes done since the last
-    call. Raises ConfigError if the output is an input, FileError if data or disk are bad.
+    `max_buffer_bytes` bounds the tensor data in flight. `on_tensor` is called before a tensor is written,
+    `on_bytes` with the number of input bytes done since the last call. Raises ConfigError if the output is an
+    input, FileError if data or disk are bad.
     """
     paths = output_paths(plan, out)
     inputs = {os.path.realpath(shard) for shard in plan.file.shards}
@@ -287,7 +290,9 @@ def run_plan(
         if os.path.realpath(path) in inputs or _same_file(path, plan.file.shards):
             raise ConfigError(f"error: input and output files are the same: '{path}'; choose another output name")
     start = time.perf_counter()
-    chunks = _chunks(plan, n_workers, device, on_tensor, on_bytes)
+    _check_space(plan, paths[0])
+    n_elements = _task_elements(n_workers, device, max_buffer_bytes)
+    chunks = _chunks(plan, n_workers, device, n_elements, on_tensor, on_bytes)
     entries = [t.entry for t in plan.tensors]
     if plan.options.keep_split:
         shards: list[list[Entry]] = [[] for _ in paths]
@@ -304,22 +309,20 @@ def _same_file(path: Path, others: Sequence[Path]) -> bool:
 
 
 def _chunks(
-    plan: Plan, n_workers: int, device: str,
+    plan: Plan, n_workers: int, device: str, n_elements: int,
     on_tensor: Callable[[int, TensorPlan], None] | None, on_bytes: Callable[[int], None] | None,
 ) -> Iterator[np.ndarray]:  # fmt: skip
     """The encoded bytes of all tensors, in order."""
-    first: Mapping[int, int] = {}
     tasks: list[Task] = []
-    starts: dict[int, int] = {}
+    starts: dict[int, int] = {}  # number of a tensor's first task -> number of the tensor
     for i, t in enumerate(plan.tensors):
         starts[len(tasks)] = i
-        tasks.extend(_tasks(t, str(plan.file.shards[t.info.shard]), device))
-    first = starts
+        tasks.extend(_tasks(t, str(plan.file.shards[t.info.shard]), n_elements))
     results = converted(tasks, n_workers, device)
     try:
         for number, (task, chunk) in enumerate(zip(tasks, results)):
-            if on_tensor and number in first:
-                on_tensor(first[number], plan.tensors[first[number]])
+            if on_tensor and number in starts:
+                on_tensor(starts[number], plan.tensors[starts[number]])
             yield chunk
             if on_bytes:
                 on_bytes(task.n_bytes)
@@ -327,10 +330,24 @@ def _chunks(
         results.close()
 
 
-def _tasks(t: TensorPlan, path: str, device: str) -> Iterator[Task]:
+def _check_space(plan: Plan, path: Path) -> None:
+    """Refuse at once what would fill the disk; a disk that others fill meanwhile is met when writing."""
+    folder = path.parent
+    if folder.is_dir() and (free := shutil.disk_usage(folder).free) < plan.n_bytes_out:
+        raise FileError(f"{path}: needs {plan.n_bytes_out >> 20} MiB, but {folder} has {free >> 20} MiB free")
+
+
+def _task_elements(n_workers: int, device: str, max_buffer_bytes: int) -> int:
+    """Elements of a task. Each task in flight holds its input, float32 numbers and output, about 12 bytes an
+    element, and up to 2 n + 2 finished ones wait for the writer."""
+    in_flight = 4 if device != "cpu" else 3 * n_workers + 2
+    largest = 1 << 26 if device != "cpu" else 1 << 20
+    return max(1, min(largest, max_buffer_bytes // (12 * in_flight)))
+
+
+def _tasks(t: TensorPlan, path: str, n_elements: int) -> Iterator[Task]:
     """Cut a tensor into tasks of whole rows, none of which reaches over two experts."""
     info = t.info
-    n_elements = 1 << 26 if device != "cpu" else 1 << 20
     n_matrices = 1 if t.importance is None else len(t.importance)
     rows_each = info.rows // n_matrices
     step = max(1, n_elements // info.columns)
