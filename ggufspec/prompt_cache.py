@@ -75,6 +75,9 @@ class PromptCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __bool__(self) -> bool:
+        return True  # an empty cache is a cache: `cache or default` must not replace it
+
     @property
     def entries(self) -> list[Entry]:
         """Oldest first."""

@@ -87,6 +87,11 @@ def test_take_respects_the_slot_and_the_kept_share():
     assert cache.take(list(range(30)) + [999], slot_keeps=29, slot_len=200).state == "a"
 
 
+def test_an_empty_cache_is_true():
+    cache = PromptCache(10)
+    assert (cache or None) is cache
+
+
 def test_negative_size_is_refused():
     with pytest.raises(ValueError, match="-1 bytes"):
         PromptCache(10).save([1], "a", -1)
