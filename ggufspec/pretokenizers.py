@@ -27,8 +27,9 @@ def _class(*categories: str) -> str:
 
 
 _L, _M, _N, _P, _S = (_class(name) for name in "LMNPS")
-_UPPER = _class("Lu", "Lt", "Lm", "Lo", "M")
-_LOWER = _class("Ll", "Lm", "Lo", "M")
+# Letters that may stand in the capital and in the small part of a word: llama.cpp tells the cases of ASCII apart and
+# lets every other letter be both, where the original models' regexes go by Unicode case and count marks as letters.
+_UPPER, _LOWER = rf"[{_L}&&[^a-z]]", rf"[{_L}&&[^A-Z]]"
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS = rf" ?[^\s{_L}{_N}]+[\r\n]*"
@@ -39,14 +40,11 @@ _CAPITALS = rf"[^\r\n{_L}{_N}]?{_UPPER}+{_LOWER}*"
 REGEXES: dict[str, tuple[str, ...]] = {
     "qwen2": (rf"{_CONTRACTION}|[^\r\n{_L}{_N}]?{_L}+|{_N}|{_SIGNS}|{_BLANKS}",),
     # Combining marks belong to words: the one difference from qwen2, and what keeps Devanagari and the like whole.
-    "qwen35": (
-        rf"{_CONTRACTION}|[^\r\n{_L}{_N}]?[{_L}{_M}]+|{_N}| ?[^\s{_L}{_M}{_N}]+[\r\n]*|{_BLANKS}",
-    ),
+    "qwen35": (rf"{_CONTRACTION}|[^\r\n{_L}{_N}]?[{_L}{_M}]+|{_N}| ?[^\s{_L}{_M}{_N}]+[\r\n]*|{_BLANKS}",),
     "llama3": (rf"{_CONTRACTION}|[^\r\n{_L}{_N}]?{_L}+|{_N}{{1,3}}|{_SIGNS}|{_BLANKS}",),
     "gpt-2": (_GPT2,),
     "digits": (_N, _GPT2),
     "default": (rf"[{_P}\$\+<=>\^~\|]+", _GPT2, rf"{_N}+", "[0-9][0-9][0-9]"),
-    "gemma4": (r"[^\n]+|[\n]+",),
     "deepseek-v3": (
         rf"{_N}{{1,3}}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -54,9 +52,7 @@ REGEXES: dict[str, tuple[str, ...]] = {
         rf"|[^\r\n{_L}{_P}{_S}]?[{_L}{_M}]+| ?[{_P}{_S}]+[\r\n]*|{_BLANKS}",
     ),
     "tekken": (rf"{_TITLE}|{_CAPITALS}|{_N}| ?[^\s{_L}{_N}]+[\r\n/]*|{_BLANKS}",),
-    "gpt-4o": (
-        rf"{_TITLE}{_CONTRACTION}?|{_CAPITALS}{_CONTRACTION}?|{_N}{{1,3}}| ?[^\s{_L}{_N}]+[\r\n/]*|{_BLANKS}",
-    ),
+    "gpt-4o": (rf"{_TITLE}{_CONTRACTION}?|{_CAPITALS}{_CONTRACTION}?|{_N}{{1,3}}| ?[^\s{_L}{_N}]+[\r\n/]*|{_BLANKS}",),
 }
 
 
@@ -84,7 +80,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **_rows("gpt-2", "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
             "exaone4 mpt olmo jais trillion granite-docling"),
     **_rows("default", "default"),
-    **_rows("gemma4", "gemma4"),
     **_rows("deepseek-v3", "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     **_rows("tekken", "tekken", ignore_merges=True, add_bos=True),
     **_rows("gpt-4o", "gpt-4o llama4 kanana2 talkie minimax-m2"),
@@ -97,4 +92,6 @@ def pre_tokenizer(name: str) -> PreTokenizer:
         return PRE_TOKENIZERS[name]
     except KeyError:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedError(f"unknown pre-tokenizer type: '{name}' (tokenizer.ggml.pre); supported: {known}") from None
+        raise UnsupportedError(
+            f"unknown pre-tokenizer type: '{name}' (tokenizer.ggml.pre); supported: {known}"
+        ) from None

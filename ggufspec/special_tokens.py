@@ -12,7 +12,7 @@ from .errors import FileError
 
 log = logging.getLogger(__name__)
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.TokenType; importing it here would be a circle
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.TokenType; importing it here would be a circle
 
 EOT_TEXTS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
              "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>")  # fmt: skip
@@ -85,7 +85,9 @@ def find_special_ids(metadata: Mapping[str, Any], vocab: Mapping[str, int], type
             if 0 <= number < len(vocab):
                 found[field] = number
                 continue
-            log.warning("tokenizer.ggml.%s is %d, outside the vocabulary of %d tokens: ignored", key, number, len(vocab))
+            log.warning(
+                "tokenizer.ggml.%s is %d, outside the vocabulary of %d tokens: ignored", key, number, len(vocab)
+            )
         for text in texts:
             if text in vocab:
                 found[field] = vocab[text]
@@ -98,9 +100,6 @@ def find_special_ids(metadata: Mapping[str, Any], vocab: Mapping[str, int], type
         for text in HARMONY_TEXTS:
             if text in vocab:
                 types[vocab[text]] = _USER_DEFINED
-    for text, i in vocab.items():
-        if types[i] == _CONTROL and "unused" in text:
-            types[i] = _UNUSED
     suppress = metadata.get("tokenizer.ggml.suppress_tokens")
     ids = tuple(_integer("suppress_tokens", i) for i in suppress) if suppress is not None else ()
     return SpecialIds(**found, suppress=tuple(i for i in ids if 0 <= i < len(vocab)))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ out as special tokens first, BOS and EOS, the set of tokens that end a generatio
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -78,6 +79,8 @@ class Tokenizer:
         self.add_eos = add_eos and ids.eos is not None
         self.add_space_prefix = add_space_prefix
         self._encoder = encoder
+        self._has_blocker = encoder.get_vocab_size(with_added_tokens=False) > len(tokens)
+        self._newlines = {text: i for i, text in enumerate(tokens) if text[0] == "\n" and not text.strip("\n")}
         self.eog: frozenset[int] = eog_ids(tokens, types, ids)
         self.special_tokens: dict[str, int] = _by_length(tokens, types, _SPECIAL)
         self._user_tokens: dict[str, int] = _by_length(tokens, types, {TokenType.USER_DEFINED})
@@ -172,11 +175,22 @@ class Tokenizer:
                     part = part.replace(" ", SPACE)
                     if self.add_space_prefix and after_special:
                         part = SPACE + part
-                ids.extend(self._encoder.encode(part, add_special_tokens=False).ids)
+                ids.extend(self._encode_part(part))
             after_special = isinstance(part, int)
         if add_special and self.add_eos:
             ids.append(self.ids.eos)  # type: ignore[arg-type]
         return ids
+
+    def _encode_part(self, text: str) -> list[int]:
+        if self.family.kind != "merges":
+            ids = self._encoder.encode(text, add_special_tokens=False).ids
+        else:
+            ids = []
+            for run in re.findall(r"\n+|[^\n]+", text):
+                # A run of newlines that is a token is taken whole, whatever the merges say.
+                token = self._newlines.get(run) if run[0] == "\n" else None
+                ids += [token] if token is not None else self._encoder.encode(run, add_special_tokens=False).ids
+        return [i for i in ids if i != self.n_vocab] if self._has_blocker else ids
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
@@ -250,7 +264,7 @@ def _bytes_of(text: str) -> bytes:
         return out
 
 
-# -- reading the metadata -------------------------------------------------------------------------------------------------
+# -- reading the metadata ------------------------------------------------------------------------------------------
 
 
 def _get(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -297,23 +311,40 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise FileError("cannot find tokenizer merges in model file (tokenizer.ggml.merges)")
-    pairs = []
-    for i, merge in enumerate(_strings(merges, "merges")):
-        at = merge.find(" ", 1)  # a piece may itself begin with a blank
-        if at < 0:
-            raise FileError(f"tokenizer.ggml.merges: entry {i} is {merge!r}, expected two pieces with a blank between")
-        left, right = _until_nul(merge[:at]), _until_nul(merge[at + 1 :])
-        if left and right:
-            pairs.append((left, right))
+    texts = _strings(merges, "merges")
+    pairs = [(left, right) for left, _, right in (text.partition(" ") for text in texts)]
+    for i, (left, right) in enumerate(pairs):
+        if not left or not right or "\0" in texts[i]:
+            pairs[i] = _odd_merge(i, texts[i])
+    if _NO_MERGE in pairs:
+        pairs = [pair for pair in pairs if pair != _NO_MERGE]
     return list(dict.fromkeys(pairs))  # of equal entries the first one gives the rank
+
+
+_NO_MERGE = ("", "")
+
+
+def _odd_merge(i: int, text: str) -> tuple[str, str]:
+    """A merge whose first piece begins with a blank, or that holds a NUL, where llama.cpp's string ends."""
+    at = text.find(" ", 1)
+    if at < 0:
+        raise FileError(f"tokenizer.ggml.merges: entry {i} is {text!r}, expected two pieces with a blank between")
+    left, right = _until_nul(text[:at]), _until_nul(text[at + 1 :])
+    return (left, right) if left and right else _NO_MERGE
 
 
 # -- the three kinds of encoder ---------------------------------------------------------------------------------------
 
+_BLOCKER = "\0"  # no token text can hold a NUL, see _until_nul
 _Made = tuple[tokenizers.Tokenizer, PreTokenizer | None]
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    if options.get("unk_token") is None and not BYTE_OF.keys() <= vocab.keys():
+        # A character without a token adds nothing to the ids, but it does keep its neighbours from merging. The
+        # library would drop it first and then merge them, so it becomes one id past the end, dropped afterwards.
+        vocab = {**vocab, _BLOCKER: len(vocab)}
+        options["unk_token"] = _BLOCKER
     try:
         return models.BPE(vocab, merges, **options)
     except Exception:  # the library has no narrower class; it refuses merges whose pieces are no tokens
@@ -344,25 +375,24 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int], types: li
     BPE does the same when every way to make a token from two tokens is a merge, ranked by the token's score.
     """
     scores = _numbers(metadata, "scores", len(vocab), float) or [0.0] * len(vocab)
-    made = []
-    for text, token in vocab.items():
-        if len(text) > 1 and types[token] != TokenType.BYTE:
-            for at in range(1, len(text)):
-                left, right = text[:at], text[at:]
-                if left in vocab and right in vocab:
-                    made.append((-scores[token], token, left, right))
-    made.sort(key=lambda item: item[:2])
-    merges = [(left, right) for _, _, left, right in made]
+    by_score = sorted(vocab.items(), key=lambda item: (-scores[item[1]], item[1]))
+    merges = [
+        (left, text[at:])
+        for text, token in by_score
+        if types[token] != TokenType.BYTE
+        for at in range(1, len(text))
+        if (left := text[:at]) in vocab and text[at:] in vocab
+    ]
     return _raw(vocab, merges, types, fuse_unk=True), None
 
 
 def _raw_merges(metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], family: Family) -> _Made:
-    encoder = _raw(vocab, _merges(metadata), types, fuse_unk=False)
-    encoder.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(REGEXES["gemma4"][0]), "isolated")
-    return encoder, None
+    return _raw(vocab, _merges(metadata), types, fuse_unk=False), None
 
 
-def _raw(vocab: dict[str, int], merges: list[tuple[str, str]], types: list[int], fuse_unk: bool) -> tokenizers.Tokenizer:
+def _raw(
+    vocab: dict[str, int], merges: list[tuple[str, str]], types: list[int], fuse_unk: bool
+) -> tokenizers.Tokenizer:
     unknown = next((text for text, i in vocab.items() if types[i] == TokenType.UNKNOWN), None)
     return tokenizers.Tokenizer(_bpe(vocab, merges, byte_fallback=True, fuse_unk=fuse_unk, unk_token=unknown))
 
