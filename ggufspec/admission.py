@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # The generation prompt of chat templates (role header, opening think tag) is shorter than this.
 TAIL = 16
+N_ON_DEVICE = 2  # checkpoints of a slot that stay where the state is
 
 
 def choose_slot(slots: list[Slot], job: Job, recurrent: bool) -> Slot | None:
@@ -61,9 +62,7 @@ def cut(engine: Engine, slot: Slot, n: int) -> None:
         point = next(c for c in slot.checkpoints if c.n_past == n)
         engine.cache.restore_recurrent(slot.id, point.states)
         if engine.drafter is not None:
-            engine.drafter.restore(slot.id, point.drafter)
-    elif engine.drafter is not None:
-        engine.drafter.restore(slot.id, engine.drafter.save(slot.id, n))
+            engine.drafter.rewind(slot.id, point.drafter)
     slot.checkpoints = [c for c in slot.checkpoints if c.n_past <= n]
     del slot.tokens[n:]
 
@@ -88,12 +87,22 @@ def chunk_end(n_past: int, n_prompt: int, n_ubatch: int, recurrent: bool) -> int
 
 
 def checkpoint(engine: Engine, slot: Slot) -> None:
-    """Keep the state after the chunk just evaluated; past the limit the second oldest goes (spread, keep ends)."""
-    if engine.n_checkpoints <= 0:
+    """Keep the recurrent state after the chunk just evaluated, if that is where a later prompt may branch off.
+
+    Such places are the start of the last few tokens, the end of the prompt, and one every `checkpoint_step` tokens.
+    The newest stay on their device, older ones move to the host; past the limit the oldest but one goes.
+    """
+    if engine.n_checkpoints <= 0 or slot.job is None:
+        return
+    n, n_prompt = slot.n_past, len(slot.job.request.prompt)
+    newest = slot.checkpoints[-1].n_past if slot.checkpoints else 0
+    if n < n_prompt - TAIL and n - newest < engine.checkpoint_step:
         return
     drafter = engine.drafter
-    state = None if drafter is None else drafter.save(slot.id, slot.n_past)
-    slot.checkpoints.append(Checkpoint(slot.n_past, engine.cache.save_recurrent(slot.id), state))
+    state = None if drafter is None else drafter.checkpoint(slot.id, n)
+    slot.checkpoints.append(Checkpoint(n, engine.cache.save_recurrent(slot.id), state))
+    for old in slot.checkpoints[:-N_ON_DEVICE]:
+        old.states = [None if t is None else t.cpu() for t in old.states]
     while len(slot.checkpoints) > engine.n_checkpoints:
         del slot.checkpoints[min(1, len(slot.checkpoints) - 1)]
 

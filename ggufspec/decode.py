@@ -34,6 +34,7 @@ class Decoded:
     emitted: list[list[int]]
     reported: list[list[TokenOut]]
     n_drafted: list[int]  # tokens verified
+    proposed: bool  # whether the drafter was asked
     draft_ms: float
     verify_ms: float
     sample_ms: float
@@ -113,7 +114,7 @@ class Decoder:
         chosen = self.chooser.report(slots, choices, emitted)
         draft_ms, verify_ms, sample_ms, observe_ms = laps.ms()
         return Decoded(
-            emitted, [c.reported for c in chosen], [row[-1] - 1 for row in host],
+            emitted, [c.reported for c in chosen], [row[-1] - 1 for row in host], n > 0,
             draft_ms + observe_ms, verify_ms, sample_ms,
         )
 
@@ -192,8 +193,3 @@ class Decoder:
     def n_accepted_rows(self, slot_id: int) -> int:
         """Rows of the slot's last step that were committed: the last token and the accepted drafts."""
         return self._accepted_rows[slot_id]
-
-    def record(self, slot_id: int, n_drafted: int, n_accepted: int) -> None:
-        """Count a verified draft for the drafter's own statistics."""
-        assert self.drafter is not None
-        self.drafter.stats.record(n_drafted, n_accepted)

@@ -83,6 +83,7 @@ class Engine:
         type_v: str = "f16",
         n_max: int | None = None,
         n_checkpoints: int = 32,
+        checkpoint_step: int = 8192,
         prompt_cache: PromptCache | None = None,
     ):
         self.target = target
@@ -92,6 +93,7 @@ class Engine:
         self.n_ubatch = n_ubatch
         self.n_max = 0 if drafter is None else min(drafter.n_max, drafter.n_max if n_max is None else n_max)
         self.n_checkpoints = n_checkpoints
+        self.checkpoint_step = checkpoint_step
         self.prompt_cache = prompt_cache or PromptCache(0)
         self.device = target.device
         self.cache = target.new_cache(n_slots, n_ctx, type_k, type_v)
@@ -220,7 +222,8 @@ class Engine:
             events = [self._finish(slot, "stop", "limit")]
         elif final:
             if self.drafter is not None:
-                self.drafter.begin(slot.id, prompt)
+                with self.drafter.stats.timed("begin"):
+                    self.drafter.begin(slot.id, prompt)
             assert output.logits is not None
             choice = self.chooser.first(output.logits[:, 0], slot)
             job.state = JobState.RUNNING
@@ -264,6 +267,9 @@ class Engine:
         stats.verify_ms += decoded.verify_ms
         stats.sample_ms += decoded.sample_ms
         stats.last_draft_ms, stats.last_verify_ms = decoded.draft_ms, decoded.verify_ms
+        if self.drafter is not None and decoded.proposed:
+            self.drafter.stats.add("propose", decoded.draft_ms)
+            self.drafter.stats.add("accept", 0.0)
         stats.n_decode += 1
         stats.n_slots_decoded += len(running)
         for slot, n_drafted, tokens in zip(running, decoded.n_drafted, decoded.emitted):
@@ -282,7 +288,7 @@ class Engine:
                 for i in range(n_accepted):
                     counts[i] += 1
             if self.drafter is not None:
-                self.decoder.record(slot.id, n_drafted, n_accepted)
+                self.drafter.record(slot.id, n_drafted, n_accepted)
 
     # -- results -----------------------------------------------------------------------------------------------
 

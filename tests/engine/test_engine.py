@@ -228,6 +228,6 @@ def test_a_long_prompt_does_not_stall_running_streams(model: tuple[Model, Tokeni
 
 
 def test_checkpoints_stay_within_their_limit(model: tuple[Model, Tokenizer]) -> None:
-    e = engine(model, n_ubatch=16, n_checkpoints=3)
+    e = engine(model, n_ubatch=16, n_checkpoints=3, checkpoint_step=16)
     run(e, Request((PROMPT * 20)[:200], GREEDY, n_predict=3))
     assert len(e.slots[0].checkpoints) == (3 if e.cache.has_recurrent else 0)
