@@ -1,0 +1,1 @@
+"""`ggufspec server`: a drop-in for llama-server on this engine."""

@@ -1,0 +1,223 @@
+"""GET /metrics: llama-server's names, and this server's own for drafting. The client library writes the text.
+
+Counters are kept by the engine's thread (`after_step`) and read by the event loop at a scrape.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ggufspec.job import Event
+
+MS_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+
+
+@dataclass
+class Totals:
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_ms: float = 0.0
+    predicted_tokens: int = 0
+    predicted_ms: float = 0.0
+    n_rated: int = 0  # generated tokens that cost a decode step: all but each stream's first
+    n_decode: int = 0
+    n_tokens_max: int = 0
+
+
+@dataclass
+class Snapshot:
+    """What a scrape shows beside the totals; copied after every step."""
+
+    n_processing: int = 0
+    n_waiting: int = 0
+    n_decode: int = 0
+    n_slots_decoded: int = 0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    n_drafts: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    drafters: list[dict[str, Any]] = field(default_factory=list)
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    sample_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.start_time = int(time.time())
+        self.totals = Totals()
+        self.snapshot = Snapshot()
+        self._scraped = Totals()
+        self._seen_prompt_tokens = 0
+        self._lock = threading.Lock()
+        self.registry = CollectorRegistry()
+        self.registry.register(self)  # type: ignore[arg-type]  # has collect(): that is the protocol
+        self._draft_ms = self._histogram("draft_ms", "Time to draft, per step with a draft")
+        self._verify_ms = self._histogram("verify_ms", "Time of the target's forward over drafted rows")
+        self._decode_ms = self._histogram("decode_ms", "Time of the target's forward without a draft")
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"ggufspec:{name}", f"{text}, in milliseconds", registry=self.registry, buckets=MS_BUCKETS)
+
+    # -- the engine's thread ---------------------------------------------------------------------------------
+
+    def after_step(self, engine: Any, events: list[Event]) -> None:
+        stats, before = engine.stats, self.snapshot
+        drafter = engine.drafter
+        now = Snapshot(
+            n_processing=sum(slot.job is not None for slot in engine.slots),
+            n_waiting=engine.n_waiting,
+            n_decode=stats.n_decode,
+            n_slots_decoded=stats.n_slots_decoded,
+            draft_n=stats.draft_n,
+            draft_n_accepted=stats.draft_n_accepted,
+            n_drafts=stats.n_drafts,
+            accepted_at=list(stats.accepted_at),
+            drafters=[] if drafter is None else [drafter_stats(part) for part in parts(drafter)],
+            draft_ms=stats.draft_ms,
+            verify_ms=stats.verify_ms,
+            sample_ms=stats.sample_ms,
+            decode_ms=stats.decode_ms,
+        )
+        with self._lock:
+            totals = self.totals
+            totals.n_decode += (now.n_decode > before.n_decode) + (stats.prompt_tokens > self._seen_prompt_tokens)
+            self._seen_prompt_tokens = stats.prompt_tokens
+            for event in events:
+                if event.kind == "done":
+                    self._finished(event.job)
+            self.snapshot = now
+        if now.n_decode > before.n_decode:
+            if now.n_drafts > before.n_drafts:
+                self._draft_ms.observe(now.draft_ms - before.draft_ms)
+                self._verify_ms.observe(now.verify_ms - before.verify_ms)
+            else:
+                self._decode_ms.observe(now.verify_ms - before.verify_ms)
+
+    def _finished(self, job: Any) -> None:
+        stats, totals = job.stats, self.totals
+        totals.prompt_tokens += stats.prompt_n
+        totals.prompt_tokens_cached += stats.cache_n
+        totals.prompt_ms += stats.prompt_ms
+        totals.predicted_tokens += stats.predicted_n
+        totals.predicted_ms += stats.predicted_ms
+        totals.n_rated += max(stats.predicted_n - 1, 0)
+        totals.n_tokens_max = max(totals.n_tokens_max, len(job.request.prompt) + max(stats.predicted_n - 1, 0))
+
+    # -- a scrape --------------------------------------------------------------------------------------------
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            totals, snap, last = Totals(**vars(self.totals)), self.snapshot, self._scraped
+            self._scraped = totals
+        for name, text, value in (
+            ("prompt_tokens", "Number of prompt tokens processed, excluding cached tokens", totals.prompt_tokens),
+            ("prompt_tokens_cached", "Number of prompt tokens reused from the cache", totals.prompt_tokens_cached),
+            ("prompt_seconds", "Total time spent processing prompts", totals.prompt_ms / 1000),
+            ("tokens_predicted", "Number of generation tokens processed", totals.predicted_tokens),
+            ("tokens_predicted_seconds", "Total time spent generating tokens", totals.predicted_ms / 1000),
+            ("n_decode", "Total number of forward passes of the target", totals.n_decode),
+            ("spec_decode_num_draft_tokens", "Speculative: Total draft tokens generated", snap.draft_n),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Speculative: Total draft tokens accepted by the target model",
+                snap.draft_n_accepted,
+            ),
+            ("spec_decode_num_drafts", "Speculative: Total speculative decoding verification steps", snap.n_drafts),
+        ):
+            yield CounterMetricFamily(f"llamacpp:{name}", text, value=value)
+        if snap.accepted_at:
+            family = CounterMetricFamily(
+                "llamacpp:spec_decode_num_accepted_tokens_per_pos",
+                "Speculative: Accepted draft tokens per draft position",
+                labels=["position"],
+            )
+            for i, n in enumerate(snap.accepted_at):
+                family.add_metric([str(i)], n)
+            yield family
+        yield from self._per_drafter(snap.drafters)
+        for name, text, value in (
+            ("n_tokens_max", "Largest observed sequence length (prompt + generation)", totals.n_tokens_max),
+            (
+                "prompt_tokens_seconds",
+                "Average prompt throughput in tokens/s",
+                _rate(totals.prompt_tokens - last.prompt_tokens, totals.prompt_ms - last.prompt_ms),
+            ),
+            (
+                "predicted_tokens_seconds",
+                "Average generation throughput in tokens/s",
+                _rate(totals.n_rated - last.n_rated, totals.predicted_ms - last.predicted_ms),
+            ),
+            ("requests_processing", "Number of requests processing", snap.n_processing),
+            ("requests_deferred", "Number of requests deferred", snap.n_waiting),
+            (
+                "n_busy_slots_per_decode",
+                "Average number of busy slots per decode step",
+                snap.n_slots_decoded / snap.n_decode if snap.n_decode else 0,
+            ),
+        ):
+            yield GaugeMetricFamily(f"llamacpp:{name}", text, value=value)
+
+    @staticmethod
+    def _per_drafter(drafters: list[dict[str, Any]]) -> Iterable[Metric]:
+        proposed = CounterMetricFamily("ggufspec:draft_tokens", "Tokens drafted", labels=["drafter"])
+        accepted = CounterMetricFamily(
+            "ggufspec:draft_accepted",
+            "Drafted tokens accepted, by position in the draft",
+            labels=["drafter", "position"],
+        )
+        for drafter in drafters:
+            proposed.add_metric([drafter["name"]], drafter["draft_n"])
+            for i, n in enumerate(drafter["accepted_at"]):
+                accepted.add_metric([drafter["name"], str(i)], n)
+        yield from (proposed, accepted)
+
+    def speculation(self) -> dict[str, Any]:
+        """GET /speculation: what the page's live panel shows, as totals since the start."""
+        snap = self.snapshot
+        return {
+            "drafters": snap.drafters,
+            "n_drafts": snap.n_drafts,
+            "draft_n": snap.draft_n,
+            "draft_n_accepted": snap.draft_n_accepted,
+            "accepted_at": snap.accepted_at,
+            "n_decode": snap.n_decode,
+            "draft_ms": snap.draft_ms,
+            "verify_ms": snap.verify_ms,
+            "sample_ms": snap.sample_ms,
+            "decode_ms": snap.decode_ms,
+            "n_processing": snap.n_processing,
+            "n_waiting": snap.n_waiting,
+        }
+
+
+def parts(drafter: Any) -> list[Any]:
+    """A chain's drafters, or the drafter itself."""
+    return list(getattr(drafter, "members", [drafter]))
+
+
+def drafter_stats(drafter: Any) -> dict[str, Any]:
+    stats = drafter.stats
+    return {
+        "name": drafter.name,
+        "n_max": drafter.n_max,
+        "draft_n": stats.draft_n,
+        "draft_n_accepted": stats.draft_n_accepted,
+        "n_drafts": stats.n_drafts,
+        "accepted_at": list(stats.accepted_at),
+    }
+
+
+def _rate(n: int, ms: float) -> float:
+    return 1000 * n / ms if ms > 0 else 0.0

@@ -1,0 +1,194 @@
+"""llama-server's own endpoints: /completion, /tokenize, /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from ggufspec.errors import GgufspecError
+from ggufspec.grammar import GrammarSpec, GrammarState
+
+from .answer import Answer, Step
+from .errors import ApiError, parse_object, type_error
+from .fields import Task
+from .prompts import read_prompts, tokenize_mixed
+from .respond import Chunk, JsonResponse, respond
+from .state import ServerState
+from .worker import Update
+
+
+class NativeForm:
+    """/completion and /infill."""
+
+    done_mark = False
+
+    def __init__(self, state: ServerState, task: Task, is_list: bool):
+        self.state = state
+        self.task = task
+        self.stream = task.stream
+        self.is_list = is_list
+
+    def prompt(self, answer: Answer, update: Update) -> Iterable[Chunk]:
+        if not self.task.return_progress:
+            return
+        done = [answer.n_cached] if answer.start_of_progress() else []
+        for n in [*done, update.n_prompt_done]:
+            chunk = self._partial(answer, Step(tokens=[0]), 0)
+            chunk["prompt_progress"] = answer.progress(n, update.prompt_ms if n > answer.n_cached else 0)
+            yield chunk
+
+    def delta(self, answer: Answer, step: Step) -> Iterable[Chunk]:
+        chunk = self._partial(answer, step, answer.n_decoded)
+        if step.probs:
+            chunk["completion_probabilities"] = step.probs
+        yield chunk
+
+    def _partial(self, answer: Answer, step: Step, n_decoded: int) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            "index": answer.index,
+            "content": step.text,
+            "tokens": step.tokens,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": n_decoded,
+            "tokens_evaluated": len(answer.prompt),
+        }
+        if self.task.timings_per_token:
+            chunk["timings"] = answer.timings
+        return chunk
+
+    def last(self, answer: Answer) -> Iterable[Chunk]:
+        yield self._select(final(self.state, answer, with_text=False))
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[Chunk]:
+        return ()
+
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        results = [self._select(final(self.state, answer, with_text=True)) for answer in answers]
+        return results if self.is_list else results[0]
+
+    def failed(self, error: ApiError) -> Chunk:
+        return error.body()
+
+    def _select(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Only the `response_fields`; `a/b` reaches inside, the whole path is the key."""
+        if not self.task.response_fields:
+            return result
+        out = {}
+        for path in self.task.response_fields:
+            value: Any = result
+            for part in path.split("/"):
+                value = value.get(part, KeyError) if isinstance(value, dict) else KeyError
+            if value is not KeyError:
+                out[path] = value
+        return out
+
+
+def final(state: ServerState, answer: Answer, with_text: bool) -> dict[str, Any]:
+    """The native result object; a stream's last chunk has no text, for it was sent already."""
+    task = answer.task
+    result: dict[str, Any] = {
+        "index": answer.index,
+        "content": answer.text if with_text else "",
+        "tokens": answer.tokens if with_text and task.return_tokens else [],
+        "id_slot": answer.id_slot,
+        "stop": True,
+        "model": state.name,
+        "tokens_predicted": answer.n_decoded,
+        "tokens_evaluated": len(answer.prompt),
+        "generation_settings": task.settings(),
+        "prompt": state.model.tokenizer.decode(answer.prompt),
+        "has_new_line": answer.has_new_line,
+        "truncated": answer.truncated,
+        "stop_type": answer.stop_kind,
+        "stopping_word": answer.stopping_word,
+        "tokens_cached": max(len(answer.prompt) + answer.n_decoded - 1, 0),
+        "timings": answer.timings,
+    }
+    if with_text and answer.probs:
+        result["completion_probabilities"] = answer.probs
+    return result
+
+
+async def run_completion(
+    http: HttpRequest, state: ServerState, task: Task, prompts: list[list[int]], make_form: Any, is_list: bool
+) -> Response:
+    """Submit every prompt `n` times and answer in the form `make_form(is_list)` makes."""
+    await check_grammar(state, task)
+    answers, requests = [], []
+    for prompt in prompts:
+        for i in range(task.n_cmpl):
+            answers.append(Answer(len(answers), task, prompt, state.model.tokenizer))
+            requests.append(state.request(prompt, task, seed_offset=i))
+    form = make_form(is_list or task.n_cmpl > 1)
+    return await respond(http, state.worker, answers, requests, form, state.config.timeout_s)
+
+
+async def completion(http: HttpRequest, state: ServerState) -> Response:
+    body = parse_object(await http.body())
+    prompts, is_list = read_prompts(body, state.model.tokenizer)
+    task = state.reader.read(body)
+    set_grammar(state, task, body)
+    return await run_completion(
+        http, state, task, prompts, lambda many: NativeForm(state, task, many), is_list
+    )
+
+
+def set_grammar(state: ServerState, task: Task, body: dict[str, Any]) -> None:
+    """`grammar` (GBNF) wins over `json_schema`; values of another type are ignored, as llama-server does."""
+    text, schema = body.get("grammar"), body.get("json_schema")
+    if isinstance(text, str) and text:
+        task.grammar_text, task.grammar = text, GrammarSpec("gbnf", text)
+    elif isinstance(schema, dict):
+        task.grammar = GrammarSpec("json_schema", json.dumps(schema))
+        task.grammar_text = task.grammar.text
+
+
+async def check_grammar(state: ServerState, task: Task) -> None:
+    """Compile once, off the event loop and off the engine's thread, so that a bad grammar is a 400 at once."""
+    if task.grammar is None:
+        return
+    try:
+        await asyncio.to_thread(GrammarState.start, task.grammar, state.model.tokenizer)
+    except GgufspecError as e:
+        raise ApiError(f"Failed to initialize samplers: failed to parse grammar: {e}") from None
+
+
+async def tokenize(http: HttpRequest, state: ServerState) -> Response:
+    body = parse_object(await http.body())
+    tokenizer = state.model.tokenizer
+    content = body.get("content", "")
+    special = bool(body.get("add_special", False))
+    parse = bool(body.get("parse_special", True))
+    if isinstance(content, list) and all(isinstance(x, str | int) and x is not True for x in content):
+        ids = tokenize_mixed(content, tokenizer, special, parse)
+    elif isinstance(content, str):
+        ids = tokenizer.encode(content, add_special=special, parse_special=parse) if content else []
+    else:
+        raise ApiError(type_error("string", content))
+    if not body.get("with_pieces", False):
+        return JsonResponse({"tokens": ids})
+    return JsonResponse({"tokens": [{"id": i, "piece": _piece(tokenizer.piece(i))} for i in ids]})
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+async def detokenize(http: HttpRequest, state: ServerState) -> Response:
+    body = parse_object(await http.body())
+    tokens = body.get("tokens", [])
+    if not isinstance(tokens, list):
+        raise ApiError(type_error("array", tokens))
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ApiError(type_error("number", token))
+    return JsonResponse({"content": state.model.tokenizer.decode(tokens)})

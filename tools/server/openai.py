@@ -1,0 +1,244 @@
+"""OpenAI's shapes: /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from .answer import Answer, Step, usage
+from .chat import ChatPrompt, Delta, read_chat
+from .errors import ApiError, parse_object
+from .fields import Task
+from .native import final, run_completion, set_grammar
+from .prompts import read_prompts
+from .respond import Chunk, JsonResponse
+from .state import BUILD_INFO, ServerState, random_id
+from .worker import Update
+
+
+class _Envelope:
+    """Keys that every object of one answer shares."""
+
+    def __init__(self, state: ServerState, task: Task, kind: str):
+        self.state = state
+        self.task = task
+        self.stream = task.stream
+        self.kind = kind
+        self.id = f"chatcmpl-{random_id()}"
+        self.created = int(time.time())
+
+    def wrap(self, choices: list[dict[str, Any]], kind: str = "", **more: Any) -> dict[str, Any]:
+        return {
+            "choices": choices,
+            "created": self.created,
+            "id": self.id,
+            "model": self.state.name,
+            "system_fingerprint": BUILD_INFO,
+            "object": kind or self.kind,
+            **more,
+        }
+
+    def verbose(self, answer: Answer) -> dict[str, Any]:
+        return {"__verbose": final(self.state, answer, with_text=True)} if self.task.verbose else {}
+
+    def failed(self, error: ApiError) -> Chunk:
+        return error.body()
+
+
+class TextForm(_Envelope):
+    """/v1/completions."""
+
+    done_mark = True
+
+    def __init__(self, state: ServerState, task: Task):
+        super().__init__(state, task, "text_completion")
+
+    def prompt(self, answer: Answer, update: Update) -> Iterable[Chunk]:
+        if self.task.return_progress:
+            yield self._choice(answer, "", []) | {
+                "prompt_progress": answer.progress(update.n_prompt_done, update.prompt_ms)
+            }
+
+    def delta(self, answer: Answer, step: Step) -> Iterable[Chunk]:
+        more = {"timings": answer.timings} if self.task.timings_per_token else {}
+        yield self._choice(answer, step.text, step.probs, **more)
+
+    def last(self, answer: Answer) -> Iterable[Chunk]:
+        yield self._choice(
+            answer, "", [], answer.finish_reason, usage=usage(answer), timings=answer.timings, **self.verbose(answer)
+        )
+
+    def _choice(
+        self, answer: Answer, text: str, probs: list[dict[str, Any]], reason: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        choice = {"text": text, "index": answer.index, "logprobs": {"content": probs} if probs else None}
+        return self.wrap([choice | {"finish_reason": reason}], **more)
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[Chunk]:
+        return ()
+
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        choices = [
+            {
+                "text": answer.text,
+                "index": answer.index,
+                "logprobs": {"content": answer.probs} if answer.probs else None,
+                "finish_reason": answer.finish_reason,
+            }
+            for answer in answers
+        ]
+        first = answers[0]
+        return self.wrap(choices, usage=usage(first), timings=first.timings, **self.verbose(first))
+
+
+async def completions(http: HttpRequest, state: ServerState) -> Response:
+    body = parse_object(await http.body())
+    prompts, is_list = read_prompts(body, state.model.tokenizer)
+    task = state.reader.read(body)
+    set_grammar(state, task, body)
+    return await run_completion(http, state, task, prompts, lambda many: TextForm(state, task), is_list)
+
+
+class ChatForm(_Envelope):
+    """/v1/chat/completions."""
+
+    done_mark = True
+
+    def __init__(self, state: ServerState, task: Task, chat: ChatPrompt, n_answers: int):
+        super().__init__(state, task, "chat.completion.chunk" if task.stream else "chat.completion")
+        self.chat = chat
+        self.outputs = [chat.new_output() for _ in range(n_answers)]
+        self._begun = [False] * n_answers
+        self._probs: list[list[dict[str, Any]]] = [[] for _ in range(n_answers)]
+
+    # -- stream ----------------------------------------------------------------------------------------------
+
+    def prompt(self, answer: Answer, update: Update) -> Iterable[Chunk]:
+        if not self.task.return_progress:
+            return
+        done = [answer.n_cached] if answer.start_of_progress() else []
+        for n in [*done, update.n_prompt_done]:
+            progress = answer.progress(n, update.prompt_ms if n > answer.n_cached else 0)
+            yield self._chunk(answer, _ROLE, timed=True) | {"prompt_progress": progress}
+
+    def delta(self, answer: Answer, step: Step) -> Iterable[Chunk]:
+        yield from self._begin(answer)
+        probs = self._probs[answer.index]
+        probs += step.probs
+        yield from self._deltas(answer, self.outputs[answer.index].push(step.text))
+
+    def _begin(self, answer: Answer) -> Iterable[Chunk]:
+        if not self._begun[answer.index]:
+            self._begun[answer.index] = True
+            yield self._chunk(answer, _ROLE)
+
+    def _deltas(self, answer: Answer, deltas: Sequence[Delta]) -> Iterable[Chunk]:
+        probs = self._probs[answer.index]
+        for i, delta in enumerate(deltas):
+            chunk = self._chunk(answer, delta_json(delta), timed=True)
+            if probs and i == len(deltas) - 1:  # all tokens since the last visible change
+                chunk["choices"][0]["logprobs"] = {"content": list(probs)}
+                probs.clear()
+            yield chunk
+
+    def last(self, answer: Answer) -> Iterable[Chunk]:
+        yield from self._begin(answer)
+        output = self.outputs[answer.index]
+        yield from self._deltas(answer, output.finish(answer))
+        chunk = self._chunk(answer, {}, finish_reason(answer, output.message.tool_calls))
+        probs = self._probs[answer.index]
+        if probs:
+            chunk["choices"][0]["logprobs"] = {"content": list(probs)}
+        if not self.task.include_usage:
+            chunk |= {**self.verbose(answer), "timings": answer.timings}
+        yield chunk
+
+    def end(self, answers: Sequence[Answer]) -> Iterable[Chunk]:
+        if self.task.include_usage:
+            first = answers[0]
+            yield self.wrap([], usage=usage(first), **self.verbose(first), timings=first.timings)
+
+    def _chunk(
+        self, answer: Answer, delta: dict[str, Any], reason: str | None = None, timed: bool = False
+    ) -> dict[str, Any]:
+        chunk = self.wrap([{"finish_reason": reason, "index": answer.index, "delta": delta}])
+        if timed and self.task.timings_per_token:
+            chunk["timings"] = answer.timings
+        return chunk
+
+    # -- whole -----------------------------------------------------------------------------------------------
+
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        choices = []
+        for answer in answers:
+            output = self.outputs[answer.index]
+            output.push(answer.text)
+            output.finish(answer)
+            message = output.message
+            out: dict[str, Any] = {"role": "assistant", "content": self.chat.prefill + message.content}
+            if message.reasoning:
+                out["reasoning_content"] = message.reasoning
+            if message.tool_calls:
+                out["tool_calls"] = [
+                    {"type": "function", "function": {"name": c.name, "arguments": c.arguments}, "id": c.id}
+                    for c in message.tool_calls
+                ]
+            choice = {"finish_reason": finish_reason(answer, message.tool_calls), "index": answer.index, "message": out}
+            if answer.probs:
+                choice["logprobs"] = {"content": answer.probs}
+            choices.append(choice)
+        first = answers[0]
+        return self.wrap(choices, usage=usage(first), **self.verbose(first), timings=first.timings)
+
+
+_ROLE = {"role": "assistant", "content": None}
+
+
+def finish_reason(answer: Answer, tool_calls: Sequence[Any]) -> str:
+    return "tool_calls" if tool_calls and answer.finish_reason == "stop" else answer.finish_reason
+
+
+def delta_json(delta: Delta) -> dict[str, Any]:
+    if delta.kind == "reasoning":
+        return {"reasoning_content": delta.text}
+    if delta.kind == "content":
+        return {"content": delta.text}
+    call: dict[str, Any] = {"index": delta.index}
+    function: dict[str, Any] = {}
+    if delta.id:
+        call |= {"id": delta.id, "type": "function"}
+        function["name"] = delta.name
+    function["arguments"] = delta.text
+    return {"tool_calls": [call | {"function": function}]}
+
+
+async def chat_completions(http: HttpRequest, state: ServerState) -> Response:
+    body = parse_object(await http.body())
+    chat = read_chat(state, body)
+    task = chat.task
+    return await run_completion(
+        http, state, task, [chat.tokens], lambda many: ChatForm(state, task, chat, task.n_cmpl), is_list=False
+    )
+
+
+async def chat_input_tokens(http: HttpRequest, state: ServerState) -> Response:
+    chat = read_chat(state, parse_object(await http.body()))
+    return JsonResponse({"input_tokens": len(chat.tokens), "object": "response.input_tokens"})
+
+
+async def apply_template(http: HttpRequest, state: ServerState) -> Response:
+    return JsonResponse({"prompt": read_chat(state, parse_object(await http.body())).text})
+
+
+async def control(http: HttpRequest, state: ServerState) -> Response:
+    """End the reasoning of a running request; none can be found here unless it asked for `reasoning_control`."""
+    body = parse_object(await http.body())
+    if not isinstance(body.get("id"), str):
+        raise ApiError("missing completion id")
+    if body.get("action") != "reasoning_end":
+        raise ApiError("unknown control action")
+    return JsonResponse({"success": False, "message": "no active completion for this id"})
