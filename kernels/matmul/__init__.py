@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ggufspec.kernels.matmul import plain
+from ggufspec.kernels.matmul import cuda, plain
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight, WeightGroup, check_group, check_pack
 
 __all__ = [
@@ -38,27 +38,31 @@ def pack(
     check_pack(raw, type_name, shape)
     if device.type == "cpu":
         return plain.pack(raw, type_name, shape, keep_dense is not False)
-    raise NotImplementedError
+    return cuda.pack(raw, type_name, shape, device)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
     """The bytes `pack` was given, uint8 [rows, row_bytes] on the CPU."""
     if weight.raw is not None:
         return weight.raw
-    raise NotImplementedError
+    return cuda.unpack(weight)
 
 
 def fuse(weights: Sequence[PackedWeight]) -> WeightGroup:
     """Weights with the same columns and device as one group, multiplied together."""
     check_group(tuple(weights))
-    return WeightGroup(tuple(weights))
+    if weights[0].device.type == "cpu":
+        return WeightGroup(tuple(weights))
+    return cuda.fuse(tuple(weights))
 
 
 def prepare(x: Tensor) -> Activation:
     """x [T, K] float to the order and type the kernels read; once per layer input, for every group of K columns."""
     if x.device.type == "cpu":
         return plain.prepare(x)
-    raise NotImplementedError
+    from ggufspec.kernels.matmul import triton
+
+    return triton.prepare(x)
 
 
 def matmul(a: Activation | Tensor, group: WeightGroup) -> tuple[Tensor, ...]:
@@ -69,7 +73,7 @@ def matmul(a: Activation | Tensor, group: WeightGroup) -> tuple[Tensor, ...]:
         raise ValueError(f"activation has {a.n_columns} columns, the weights {group.n_columns}")
     if a.rows.device.type == "cpu":
         return plain.matmul(a, group)
-    raise NotImplementedError
+    return cuda.matmul(a, group)
 
 
 def gather(weight: PackedWeight, ids: Tensor) -> Tensor:

@@ -24,14 +24,14 @@ def nibbles(b: Tensor) -> Tensor:
     return torch.stack((b & 15, b >> 4), -2)
 
 
-def _bits(b: Tensor, n: int) -> Tensor:
+def bits(b: Tensor, n: int) -> Tensor:
     """Bytes [..., n_bytes] to their n lowest bits [..., n, n_bytes], lowest first."""
     return (b.unsqueeze(-2) >> torch.arange(n, device=b.device, dtype=torch.uint8).unsqueeze(-1)) & 1
 
 
-def _fifth_bit(b: Tensor, at: int) -> Tensor:
+def fifth_bit(b: Tensor, at: int) -> Tensor:
     """32 bits at byte `at`, bit e for element e, as 0 or 16: uint8 [..., 32]."""
-    return _bits(b[..., at : at + 4], 8).transpose(-1, -2).flatten(-2) << 4
+    return bits(b[..., at : at + 4], 8).transpose(-1, -2).flatten(-2) << 4
 
 
 def six_bit_pairs(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,11 +55,11 @@ def _q4_1(b: Tensor) -> Tensor:
 
 
 def _q5_0(b: Tensor) -> Tensor:
-    return half(b, 0) * ((nibbles(b[..., 6:22]).flatten(-2) | _fifth_bit(b, 2)).float() - 16)
+    return half(b, 0) * ((nibbles(b[..., 6:22]).flatten(-2) | fifth_bit(b, 2)).float() - 16)
 
 
 def _q5_1(b: Tensor) -> Tensor:
-    return half(b, 0) * (nibbles(b[..., 8:24]).flatten(-2) | _fifth_bit(b, 4)).float() + half(b, 2)
+    return half(b, 0) * (nibbles(b[..., 8:24]).flatten(-2) | fifth_bit(b, 4)).float() + half(b, 2)
 
 
 def _iq4_table(q: Tensor) -> Tensor:
@@ -70,14 +70,14 @@ def _iq4_nl(b: Tensor) -> Tensor:
     return half(b, 0) * _iq4_table(nibbles(b[..., 2:18]).flatten(-2))
 
 
-def _two_bits(b: Tensor) -> Tensor:
+def two_bits(b: Tensor) -> Tensor:
     """Bytes [..., 32 n] to 2-bit fields [..., 128 n]: element 128 n + 32 r + l is field r of byte 32 n + l."""
     shift = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=b.device).unsqueeze(-1)
     return ((b.unflatten(-1, (-1, 1, 32)) >> shift) & 3).flatten(-3)
 
 
 def _q2_k(b: Tensor) -> Tensor:
-    q = _two_bits(b[..., 16:80]).unflatten(-1, (16, 16)).float()
+    q = two_bits(b[..., 16:80]).unflatten(-1, (16, 16)).float()
     scale, low = (b[..., 0:16] & 15).float(), (b[..., 0:16] >> 4).float()
     return ((half(b, 80) * scale).unsqueeze(-1) * q - (half(b, 82) * low).unsqueeze(-1)).flatten(-2)
 
@@ -90,8 +90,8 @@ def q3_k_scales(b: Tensor) -> Tensor:
 
 
 def _q3_k(b: Tensor) -> Tensor:
-    high = _bits(b[..., 0:32], 8).flatten(-2)
-    q = _two_bits(b[..., 32:96]).float() - 4 + 4 * high.float()
+    high = bits(b[..., 0:32], 8).flatten(-2)
+    q = two_bits(b[..., 32:96]).float() - 4 + 4 * high.float()
     scale = half(b, 108) * (q3_k_scales(b).float() - 32)
     return (scale.unsqueeze(-1) * q.unflatten(-1, (16, 16))).flatten(-2)
 
@@ -105,7 +105,7 @@ def _q4_k(b: Tensor) -> Tensor:
 
 def _q5_k(b: Tensor) -> Tensor:
     scale, low = six_bit_pairs(b[..., 4:16])
-    q = nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-3, -2) | (_bits(b[..., 16:48], 8) << 4)
+    q = nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-3, -2) | (bits(b[..., 16:48], 8) << 4)
     q = q.float()
     scale, low = half(b, 0) * scale.float(), half(b, 2) * low.float()
     return (scale.unsqueeze(-1) * q - low.unsqueeze(-1)).flatten(-2)
@@ -113,7 +113,7 @@ def _q5_k(b: Tensor) -> Tensor:
 
 def _q6_k(b: Tensor) -> Tensor:
     low = nibbles(b[..., 0:128].unflatten(-1, (2, 64))).flatten(-3)
-    q = (low | (_two_bits(b[..., 128:192]) << 4)).float() - 32
+    q = (low | (two_bits(b[..., 128:192]) << 4)).float() - 32
     scale = half(b, 208) * b[..., 192:208].contiguous().view(torch.int8).float()
     return (scale.unsqueeze(-1) * q.unflatten(-1, (16, 16))).flatten(-2)
 

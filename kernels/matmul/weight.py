@@ -23,6 +23,7 @@ class PackedWeight:
     raw: Tensor | None = None
     dense: Tensor | None = None
     parts: dict[str, Tensor] = field(default_factory=dict)
+    shift: int = 0
 
     @property
     def n_bytes(self) -> int:

@@ -1,0 +1,371 @@
+"""Quantized matmul for a few rows on CUDA, in Gluon: weights are the tensor cores' long side, tokens their columns.
+
+One warp owns 16 * MT weight rows of one part of K; KW warps of a block split K and WM warps split rows. Each
+super-block of 256 columns comes through shared memory by asynchronous copies, is turned into float16 pairs in the very
+registers the tensor-core instruction reads (the arrays' order sees to that, see `repack`), and is multiplied with the
+activations (m16n8k16, float32 sums). A quant becomes a float16 without conversion: its bits in a float16's mantissa
+are a subnormal number, quant * 2^-24 (or 2^-20 four bits higher), and one packed fused multiply-add applies scale and
+minimum. So a weight costs 1.3 instructions.
+
+A token's sums over K run in one order at every width, so its result does not depend on the tokens beside it.
+
+Source: the arithmetic is the block formats'; products are of float16 values, sums float32.
+"""
+
+import struct
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.runtime.jit import constexpr_function
+
+
+def pair(value: float) -> int:
+    """A float16 twice in one 32-bit word, as the signed number a kernel argument is."""
+    half = struct.unpack("<h", struct.pack("<e", value))[0]
+    return half << 16 | half & 0xFFFF
+
+
+@constexpr_function
+def _halvings(n):
+    """Powers of two below n."""
+    return [1 << i for i in range(n.bit_length() - 1)]
+
+
+@constexpr_function
+def tile_layout(KW, WM, MT, tail, regs, lanes):
+    """[KW, 16 WM MT, *tail]: a lane's rows are its fragment's (lane div 4 and 8 further, for each of MT fragments).
+
+    regs, lanes: the tail's bases held in registers and in the two low lane bits.
+    """
+    zero = [0] * len(tail)
+    reg = [[0, 0, *b] for b in regs] + [[0, 8, *zero]] + [[0, 16 * WM * i, *zero] for i in _halvings(MT)]
+    lane = [[0, 0, *b] for b in lanes] + [[0, 1, *zero], [0, 2, *zero], [0, 4, *zero]]
+    warp = [[0, 16 * i, *zero] for i in _halvings(WM)] + [[i, 0, *zero] for i in _halvings(KW)]
+    return gl.DistributedLinearLayout(reg, lane, warp, [], [KW, 16 * WM * MT, *tail])
+
+
+@constexpr_function
+def copy_layout(KW, WM, MT, n, vector):
+    """[KW, 16 WM MT, n] for asynchronous copies of `vector` neighbouring elements a lane."""
+    across = max(1, min(n // vector, 32))
+    return gl.BlockedLayout([1, 1, vector], [1, 32 // across, across], [KW, WM, 1], [2, 1, 0])
+
+
+@constexpr_function
+def shared_layout(KW, M, n, swizzle):
+    """[KW, M, n] words row by row; with `swizzle`, odd rows swap their 64-byte halves, against bank conflicts."""
+    bases = [[0, 0, i] for i in _halvings(n)]
+    bases += [[0, i, 16 if swizzle and i == 1 else 0] for i in _halvings(M)]
+    bases += [[i, 0, 0] for i in _halvings(KW)]
+    return gl.SharedLinearLayout(bases)
+
+
+@constexpr_function
+def constraints(n_out, n_in):
+    return ",".join(["=r"] * n_out + ["r"] * n_in)
+
+
+# Scale words to packed float16: scale, scale / 16, and the constant to add. -1024 and -1152 take the bits of 1024.0
+# (and of the signed byte's 128) away again, exactly.
+SIX_BIT = gl.constexpr("""{
+.reg .b32 s, m, d, n;
+and.b32 s, $3, 0x003f003f;
+or.b32 s, s, 0x64006400;
+shr.u32 m, $3, 6;
+and.b32 m, m, 0x003f003f;
+or.b32 m, m, 0x64006400;
+prmt.b32 d, $4, $4, 0x1010;
+prmt.b32 n, $4, $4, 0x3232;
+add.rn.f16x2 s, s, $7;
+fma.rn.f16x2 m, m, $5, $6;
+mul.rn.f16x2 $0, s, d;
+mul.rn.f16x2 $1, $0, $8;
+mul.rn.f16x2 $2, m, n;
+}""")
+INT8 = gl.constexpr("""{
+.reg .b32 s, u, d;
+prmt.b32 d, $7, $7, 0x1010;
+prmt.b32 s, $6, $8, 0x4140;
+prmt.b32 u, $6, $8, 0x4342;
+add.rn.f16x2 s, s, $9;
+add.rn.f16x2 u, u, $9;
+mul.rn.f16x2 $0, s, d;
+mul.rn.f16x2 $3, u, d;
+mul.rn.f16x2 $1, $0, $10;
+mul.rn.f16x2 $4, $3, $10;
+mul.rn.f16x2 $2, $0, $11;
+mul.rn.f16x2 $5, $3, $11;
+}""")
+HALF = gl.constexpr("""{
+mul.rn.f16x2 $0, $2, $3;
+mul.rn.f16x2 $1, $2, $4;
+}""")
+HALF_MIN = gl.constexpr("""{
+mul.rn.f16x2 $0, $2, $4;
+mul.rn.f16x2 $1, $3, $5;
+}""")
+
+
+@constexpr_function
+def quant_ptx(low, high, tl):
+    """One low word (two when 8 bits wide) and, with `high`, its word of high bits, to eight float16.
+
+    Operands in eights: low word(s), high word, scale, scale / 16, constant. tl: t mod 4, which says where in the
+    high word the bits are.
+    """
+    if low == 8:
+        lo, hi, scale, add = 4, 12, 20, 28
+        lines = [".reg .b32 v;"]
+        for k, word in enumerate((lo, lo, hi, hi)):
+            v = f"prmt.b32 v, ${word}, 0, {'0x4240' if k % 2 == 0 else '0x4341'};"
+            lines += [v, f"fma.rn.f16x2 ${k}, v, ${scale}, ${add};"]
+        return "{\n" + "\n".join(lines) + "\n}"
+    n = 1 if high else 0
+    w, h, scale, sixteenth, add = 4, 12, 12 + 8 * n, 20 + 8 * n, 28 + 8 * n
+    lines = [".reg .b32 v, x, y, z;", f"shr.u32 x, ${w}, 8;"]
+    for k in range(4):
+        if high and k % 2 == 0:  # pairs k and k + 1 take their high bits from the word moved so: to bits 4 and 8
+            if high == 1:
+                u = tl * 2 + k // 2
+                at = u % 4 + 8 * (u // 4)
+            else:
+                at = 8 * (tl % 2) + 2 * (k // 2)
+            lines.append(f"shl.b32 y, ${h}, {4 - at};" if at < 4 else f"shr.u32 y, ${h}, {at - 4};")
+        word = f"${w}" if k < 2 else "x"
+        mask = "0x000f000f" if k % 2 == 0 else "0x00f000f0"
+        lines.append(f"and.b32 v, {word}, {mask};")
+        if high:
+            ones = {1: ("0x00100010", "0x01000100"), 2: ("0x00300030", "0x03000300")}[high][k % 2]
+            lines += [f"and.b32 z, y, {ones};", "or.b32 v, v, z;"]
+        lines.append(f"fma.rn.f16x2 ${k}, v, ${scale if k % 2 == 0 else sixteenth}, ${add};")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.jit
+def expand(x, a: gl.constexpr, b: gl.constexpr):
+    return gl.expand_dims(gl.expand_dims(x, a), b)
+
+
+@gluon.jit
+def halve(x, n: gl.constexpr):
+    """[KW, M, 4, 2 n] to its even and odd parts [KW, M, 4, n]."""
+    return gl.split(gl.reshape(x, [x.shape[0], x.shape[1], 4, n, 2]))
+
+
+@gluon.jit
+def eight_words(x):
+    """[KW, M, 4, 8] to eight tensors [KW, M, 4, 1]."""
+    even, odd = halve(x, 4)
+    e0, e1 = halve(even, 2)
+    o0, o1 = halve(odd, 2)
+    w0, w4 = halve(e0, 1)
+    w2, w6 = halve(e1, 1)
+    w1, w5 = halve(o0, 1)
+    w3, w7 = halve(o1, 1)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@gluon.jit
+def tile_pointers(base, first, rows, m0, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr, n: gl.constexpr, n_iter):
+    """Pointers [KW, M, n] to a tile's words in each warp's first super-block, and that block's number [KW, 1, 1]."""
+    kw = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, L))), 1, 2)
+    m = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0, 2)
+    j = expand(gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0, 1)
+    block = first + kw * n_iter
+    return base + ((block * rows + m0 + m) * n + j), block
+
+
+@gluon.jit
+def load_words(shared, LOW: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, LC: gl.constexpr):
+    """A super-block's low words by t: eight tensors [KW, M, 4] (twice eight when quants have 8 bits)."""
+    M: gl.constexpr = 16 * WM * MT
+    if LOW == 4:
+        L: gl.constexpr = tile_layout(KW, WM, MT, [32], [[1], [2], [16]], [[4], [8]])
+        w = gl.reshape(shared.load(L), [KW, M, 2, 4, 4])
+        return eight_words(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [KW, M, 4, 8]))
+    else:
+        L8: gl.constexpr = tile_layout(KW, WM, MT, [64], [[1], [2], [16], [32]], [[4], [8]])
+        w = gl.reshape(shared.load(L8), [KW, M, 4, 4, 4])
+        first, second = halve(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [KW, M, 4, 16]), 8)
+        return eight_words(first), eight_words(second)
+
+
+@gluon.jit
+def load_high(shared, HIGH: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, LC: gl.constexpr):
+    """A super-block's words of high bits: two tensors [KW, M, 4, 1] of one bit a quant, four of two."""
+    M: gl.constexpr = 16 * WM * MT
+    if HIGH == 1:
+        L: gl.constexpr = tile_layout(KW, WM, MT, [8], [[1]], [[2], [4]])
+        return halve(gl.reshape(shared.load(L), [KW, M, 4, 2]), 1)
+    else:
+        L2: gl.constexpr = tile_layout(KW, WM, MT, [16], [[1], [2]], [[4], [8]])
+        even, odd = halve(gl.reshape(shared.load(L2), [KW, M, 4, 4]), 2)
+        w0, w2 = halve(even, 1)
+        w1, w3 = halve(odd, 1)
+        return w0, w1, w2, w3
+
+
+@gluon.jit
+def decode_scales(own, other, min_scale, min_bias, SCALE: gl.constexpr, OFFSET: gl.constexpr,
+                  KW: gl.constexpr, M: gl.constexpr, LC: gl.constexpr):  # fmt: skip
+    """Scale words [KW, M, 4] to triples of float16 pairs: scale, scale / 16, constant. `int8`: for t < 4, for t >= 4."""
+    zero = gl.zeros([KW, M, 4], gl.int32, LC)
+    sixteenth = zero + 0x2C002C00
+    if SCALE == "six_bit":
+        # d and dmin lie in the quad's four words, a nibble of each in either half
+        c = expand(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LC))), 0, 1)
+        nibble = (own & -0x0FFF1000).to(gl.uint32, bitcast=True) >> (12 - 4 * c).to(gl.uint32)
+        d = gl.expand_dims(gl.reduce_or(nibble, 2), 2).to(gl.int32, bitcast=True)
+        s, s16, add = gl.inline_asm_elementwise(
+            SIX_BIT, constraints(3, 6),
+            [own, d | zero, zero + min_scale, zero + min_bias, zero - 0x1BFF1C00, sixteenth],
+            (gl.int32, gl.int32, gl.int32), True, 1,
+        )  # fmt: skip
+        return ((s, s16, add),)
+    elif SCALE == "int8":
+        d = (other.to(gl.int32) & 0xFFFF) | zero
+        s, s16, add, u, u16, add_u = gl.inline_asm_elementwise(
+            INT8, constraints(6, 6),
+            [own, d, zero + 0x64646464, zero - 0x1B7F1B80, sixteenth, zero - 0x7FDF7FE0],
+            (gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32), True, 1,
+        )  # fmt: skip
+        return (s, s16, add), (u, u16, add_u)
+    elif SCALE == "half":
+        # -OFFSET * 2^-24, twice
+        lift: gl.constexpr = -0x80000000 + OFFSET * 0x10001 + 0x8000
+        s16, add = gl.inline_asm_elementwise(
+            HALF, constraints(2, 3), [own, sixteenth, zero + lift], (gl.int32, gl.int32), True, 1
+        )
+        return ((own, s16, add),)
+    else:
+        s16, add = gl.inline_asm_elementwise(
+            HALF_MIN, constraints(2, 4), [own, other, sixteenth, zero + min_scale], (gl.int32, gl.int32), True, 1
+        )
+        return ((own, s16, add),)
+
+
+@gluon.jit
+def spread(x, zero):
+    """[KW, M, 4] or [KW, M, 4, 1] words to [KW, M, 4, 8], the same register eight times."""
+    x = gl.reshape(x, [x.shape[0], x.shape[1], 4, 1])
+    return gl.convert_layout(x, zero.type.layout, assert_trivial=True) | zero
+
+
+@gluon.jit
+def fetch(copies, at, i, n_iter, S, rows):
+    """Start the asynchronous copies of super-block i into stage `at`; past the end they fill with zeros."""
+    for k in gl.static_range(len(copies)):
+        shared, ptrs, block = copies[k]
+        async_copy.async_copy_global_to_shared(
+            shared.index(at), ptrs + i * (rows * shared.shape[3]), mask=(block + i < S) & (i < n_iter)
+        )
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["S", "T", "part_stride", "n_iter", "min_scale", "min_bias"])
+def narrow(
+    low, high, scale, extra, x, x_scale, out, row_start, row_width,
+    S, rows, T, part_stride, n_iter, out_scale, min_scale, min_bias,
+    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr,
+    N: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr,
+):  # fmt: skip
+    """One tile of M = 16 WM MT weight rows times T <= N tokens over one part of K.
+
+    low, high, scale, extra: a form's arrays (extra: `d` or `min`). x: float16 [T, S * 256] in the arrays' column
+    order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
+    row's weight and that weight's number of rows (0: a padding row). Program (i, z) takes row tile i and the z-th part
+    of K, and writes at out + z * part_stride. n_iter: super-blocks a warp works through.
+    """
+    M: gl.constexpr = 16 * WM * MT
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
+    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
+    LC: gl.constexpr = gl.SliceLayout(3, LE)
+    W: gl.constexpr = 8 * LOW
+    H: gl.constexpr = 8 * HIGH if HIGH else 8
+    m0 = gl.program_id(0) * M
+    z = gl.program_id(1)
+    first = z * KW * n_iter
+
+    LCW: gl.constexpr = copy_layout(KW, WM, MT, W, 4)
+    LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
+    LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
+    LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
+    w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, True))
+    s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+    copies = ((w_s,) + tile_pointers(low, first, rows, m0, LCW, KW, M, W, n_iter),)
+    copies = copies + ((s_s,) + tile_pointers(scale, first, rows, m0, LCS, KW, M, 4, n_iter),)
+    if HIGH:
+        h_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, H], shared_layout(KW, M, H, False))
+        copies = copies + ((h_s,) + tile_pointers(high, first, rows, m0, LCH, KW, M, H, n_iter),)
+    if SCALE == "int8":
+        e_s = gl.allocate_shared_memory(gl.int16, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
+        copies = copies + ((e_s,) + tile_pointers(extra, first, rows, m0, LCD, KW, M, 1, n_iter),)
+    if SCALE == "half_min":
+        e_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+        copies = copies + ((e_s,) + tile_pointers(extra, first, rows, m0, LCS, KW, M, 4, n_iter),)
+
+    kw_b = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LB))), 1, 2)
+    k_b = expand(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, LB))), 0, 2)
+    n_b = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(1, LB))), 0, 1)
+    # tokens past T read the last one again: no mask, and their sums are not stored
+    x_ptrs = x + (gl.minimum(n_b, T - 1) * (S * 256) + k_b)
+    b_block = first + kw_b * n_iter
+    zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
+    acc = gl.zeros([KW, M, N], gl.float32, MMA)
+
+    for i in gl.static_range(ST - 1):
+        fetch(copies, i, i, n_iter, S, rows)
+    for i in range(n_iter):
+        async_copy.wait_group(ST - 2)
+        at = i % ST
+        words = load_words(w_s.index(at), LOW, KW, WM, MT, LC)
+        high_words = words
+        if HIGH:
+            high_words = load_high(h_s.index(at), HIGH, KW, WM, MT, LC)
+        own = s_s.index(at).load(LC)
+        if SCALE == "int8":
+            other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
+        elif SCALE == "half_min":
+            other = e_s.index(at).load(LC)
+        else:
+            other = own
+        fetch(copies, (i + ST - 1) % ST, i + ST - 1, n_iter, S, rows)
+        scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
+        xb = x_ptrs + gl.minimum(b_block + i, S - 1) * 256
+        for t in gl.static_range(8):
+            b = gl.load(xb + 32 * t)
+            s, s16, add = scales[t // 4] if SCALE == "int8" else scales[0]
+            if LOW == 8:
+                a = gl.inline_asm_elementwise(
+                    quant_ptx(LOW, HIGH, t % 4), constraints(4, 32),
+                    [spread(words[0][t], zero), spread(words[1][t], zero), spread(s, zero), spread(add, zero)],
+                    gl.float16, True, 8,
+                )  # fmt: skip
+            elif HIGH:
+                a = gl.inline_asm_elementwise(
+                    quant_ptx(LOW, HIGH, t % 4), constraints(4, 40),
+                    [spread(words[t], zero), spread(high_words[t * HIGH // 4], zero), spread(s, zero),
+                     spread(s16, zero), spread(add, zero)],
+                    gl.float16, True, 8,
+                )  # fmt: skip
+            else:
+                a = gl.inline_asm_elementwise(
+                    quant_ptx(LOW, HIGH, t % 4), constraints(4, 32),
+                    [spread(words[t], zero), spread(s, zero), spread(s16, zero), spread(add, zero)],
+                    gl.float16, True, 8,
+                )  # fmt: skip
+            a = gl.convert_layout(gl.reshape(a, [KW, M, 32]), LA, assert_trivial=True)
+            acc = mma_v2(a, b, acc)
+
+    y = gl.sum(acc, 0)
+    LO: gl.constexpr = gl.SliceLayout(0, MMA)
+    m = m0 + gl.arange(0, M, gl.SliceLayout(1, LO))
+    n = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, LO)), 0)
+    width = gl.load(row_width + m)
+    start = gl.load(row_start + m)
+    y *= gl.expand_dims(gl.load(x_scale + gl.minimum(gl.arange(0, N, gl.SliceLayout(0, LO)), T - 1)), 0) * out_scale
+    offsets = gl.expand_dims(start * (T - 1) + m, 1) + n * gl.expand_dims(width, 1)
+    gl.store(out + z * part_stride + offsets, y, mask=(n < T) & (gl.expand_dims(width, 1) > 0))

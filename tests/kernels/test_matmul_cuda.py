@@ -1,0 +1,72 @@
+"""Quantized matmul on CUDA: against float64, alone and among neighbours, for every type."""
+
+import pytest
+import torch
+from random_blocks import random_raw
+
+from ggufspec.kernels import matmul as mm
+from ggufspec.kernels.matmul.decode import decode
+from ggufspec.kernels.matmul.repack import FORMS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def poison() -> None:
+    """Fill the allocator's free memory with NaN, so that an element nothing wrote shows."""
+    for size in (1 << 12, 1 << 16, 1 << 20):
+        torch.full((size,), float("nan"), device="cuda")
+
+
+@pytest.mark.parametrize("rows, columns", [(64, 256), (200, 768), (512, 5120), (48, 6144)])
+@pytest.mark.parametrize("type_name", FORMS)
+def test_narrow_product_equals_float64(type_name, rows, columns):
+    raw = random_raw(type_name, rows, columns, seed=rows)
+    weight = mm.pack(raw, type_name, (rows, columns), "cuda")
+    assert torch.equal(mm.unpack(weight), raw)
+    group = mm.fuse([weight])
+    x = torch.randn(16, columns, device="cuda")
+    expected = x.double() @ decode(raw, type_name).cuda().double().T
+    for n in (1, 2, 7, 8, 9, 16):
+        poison()
+        (y,) = mm.matmul(x[:n], group)
+        assert y.shape == (n, rows) and y.dtype == torch.float32 and y.is_contiguous()
+        error = float((y - expected[:n]).norm() / expected[:n].norm())
+        assert error < 1e-3, (n, error)
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "Q8_0", "Q5_1"])
+def test_a_row_does_not_depend_on_its_neighbours(type_name):
+    raw = random_raw(type_name, 320, 5120)
+    group = mm.fuse([mm.pack(raw, type_name, (320, 5120), "cuda")])
+    x = torch.randn(16, 5120, device="cuda")
+    alone = torch.cat([mm.matmul(x[i : i + 1], group)[0] for i in range(16)])
+    for n in range(1, 17):
+        assert torch.equal(mm.matmul(x[:n], group)[0], alone[:n]), n
+        assert torch.equal(mm.matmul(x[16 - n :], group)[0], alone[16 - n :]), n
+
+
+def test_a_group_gives_each_weight_its_own_product():
+    shapes = (("Q4_K", 320), ("Q6_K", 64), ("Q4_K", 48), ("Q4_K", 48))
+    raws = [random_raw(t, n, 1024, seed=k) for k, (t, n) in enumerate(shapes)]
+    group = mm.fuse([mm.pack(r, t, (n, 1024), "cuda") for r, (t, n) in zip(raws, shapes)])
+    x = torch.randn(5, 1024, device="cuda")
+    for y, raw, weight, (t, n) in zip(mm.matmul(x, group), raws, group.weights, shapes):
+        expected = x.double() @ decode(raw, t).cuda().double().T
+        assert y.shape == (5, n)
+        assert float((y - expected).norm() / expected.norm()) < 1e-3
+        assert torch.equal(mm.unpack(weight), raw)
+
+
+def test_large_and_small_activations_keep_their_precision():
+    raw = random_raw("Q4_K", 64, 512)
+    group = mm.fuse([mm.pack(raw, "Q4_K", (64, 512), "cuda")])
+    w = decode(raw, "Q4_K").cuda().double()
+    for size in (1e-20, 1e-4, 1e5, 1e20):
+        x = torch.randn(3, 512, device="cuda") * size
+        (y,) = mm.matmul(x, group)
+        expected = x.double() @ w.T
+        assert float((y - expected).norm() / expected.norm()) < 1e-3, size
+    assert not mm.matmul(torch.zeros(1, 512, device="cuda"), group)[0].any()
