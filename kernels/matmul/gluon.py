@@ -209,7 +209,7 @@ def load_high(shared, HIGH: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT
 @gluon.jit
 def decode_scales(own, other, min_scale, min_bias, SCALE: gl.constexpr, OFFSET: gl.constexpr,
                   KW: gl.constexpr, M: gl.constexpr, LC: gl.constexpr):  # fmt: skip
-    """Scale words [KW, M, 4] to triples of float16 pairs: scale, scale / 16, constant. `int8`: for t < 4, for t >= 4."""
+    """Scale words [KW, M, 4] to triples of float16 pairs: scale, scale / 16, constant. `int8`: t < 4, t >= 4."""
     zero = gl.zeros([KW, M, 4], gl.int32, LC)
     sixteenth = zero + 0x2C002C00
     if SCALE == "six_bit":

@@ -1,4 +1,4 @@
-"""`ggufspec bench kernels`: how near quantized matmuls come to the memory's copy rate, and the search for their configs.
+"""`ggufspec bench kernels`: how near quantized matmuls come to the copy rate, and the search for their configs.
 
 Each weight is copied until one pass over the copies is several times the L2 cache; a pass is captured in a CUDA graph
 and replayed. Times are medians; the copy rate (bytes read plus written) is measured in the same run.
