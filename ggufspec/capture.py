@@ -29,7 +29,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, mutable: Callable[[], list[Tensor]],
                  on_capture: Callable[[str], None] | None = None):
-        """`mutable`: the tensors that running a stage twice would change twice; warm-up runs leave them as they were."""
+        """`mutable`: the tensors that running a stage twice would change twice; warm-up runs restore them."""
         self.device = device
         self.mutable = mutable
         self.on_capture = on_capture

@@ -11,13 +11,15 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from . import admission
+from .capture import Graphs
 from .choose import Chooser
 from .decode import Decoded, Decoder
 from .drafters import Drafter
@@ -85,6 +87,8 @@ class Engine:
         n_checkpoints: int = 32,
         checkpoint_step: int = 8192,
         prompt_cache: PromptCache | None = None,
+        use_graphs: bool = True,
+        on_capture: Callable[[str], None] | None = None,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -100,11 +104,19 @@ class Engine:
         self.slots = [Slot(i) for i in range(n_slots)]
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
-        self.decoder = Decoder(target, self.cache, drafter, self.chooser)
+        graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
+        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs)
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()
         self._cancelled: set[int] = set()
         self._lock = threading.Lock()
+
+    def _can_capture(self) -> bool:
+        """Graphs hold the work of one GPU; layers elsewhere keep the step eager."""
+        return self.device.type == "cuda" and all(layer.device == self.device for layer in self.target.layers)
+
+    def _mutable(self) -> list[Tensor]:
+        return self.cache.mutable() + ([] if self.drafter is None else self.drafter.mutable())
 
     # -- requests ----------------------------------------------------------------------------------------------
 

@@ -52,3 +52,57 @@ def resolve(device: torch.device | str) -> torch.device:
 def default_device() -> torch.device:
     """The first GPU if there is one, else the CPU."""
     return resolve("cuda:0") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def devices_of(names: tuple[str, ...] | None) -> list[torch.device]:
+    """The devices that `--device` names: None is all GPUs (the CPU without any), `none` the CPU alone."""
+    if names is None:
+        n = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return [resolve(f"cuda:{i}") for i in range(n)] or [torch.device("cpu")]
+    if names == ("none",):
+        return [torch.device("cpu")]
+    return [resolve(name) for name in names]
+
+
+def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *, gpu_layers: int = -1,
+                 split: str = "layer", tensor_split: tuple[float, ...] = (), main_gpu: int = 0) -> Placement:
+    """llama.cpp's assignment of layers to devices.
+
+    Counting the output as layer `block_count`, the last `gpu_layers` go to the devices (negative: all), the first
+    ones stay on the CPU. A layer goes to the first device whose cumulative share exceeds its fraction. Without
+    `tensor_split` shares follow each device's free memory. The embedding lies with the first layer: a lookup costs
+    nothing there, a copy from the CPU would.
+    """
+    cpu = torch.device("cpu")
+    if devices == [cpu] or gpu_layers == 0:
+        return Placement(cpu, (cpu,) * n_layers, cpu)
+    if split == "none":
+        if not 0 <= main_gpu < len(devices):
+            raise PlacementError(f"invalid value for main_gpu: {main_gpu}; there are {len(devices)} devices")
+        devices, tensor_split = [devices[main_gpu]], ()
+    if len(tensor_split) > len(devices) and any(tensor_split[len(devices) :]):
+        raise PlacementError(f"--tensor-split has {len(tensor_split)} shares for {len(devices)} devices")
+    shares = [*tensor_split, *[0.0] * len(devices)][: len(devices)]
+    if not any(shares):
+        shares = [free_bytes(device) for device in devices] if len(devices) > 1 else [1.0]
+    if min(shares) < 0:
+        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))} has a negative share")
+    active = min(gpu_layers, block_count + 1) if gpu_layers >= 0 else block_count + 1
+    start = block_count + 1 - active
+    total = sum(shares)
+    limits = [sum(shares[: d + 1]) / total for d in range(len(devices))]
+
+    def device_of(layer: int) -> torch.device:
+        if layer < start:
+            return cpu
+        fraction = (layer - start) / active
+        return next((device for device, limit in zip(devices, limits) if limit > fraction), devices[-1])
+
+    layers = tuple(device_of(i) for i in range(n_layers))
+    return Placement(layers[0], layers, device_of(block_count))
+
+
+def free_bytes(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 1.0
+    return float(torch.cuda.mem_get_info(device)[0])

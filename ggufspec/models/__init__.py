@@ -26,9 +26,10 @@ ARCHITECTURES: dict[str, Callable[[Weights, Config, Placement], Model]] = {
 }
 
 
-def load_model(file: GGUFFile, placement: Placement | None = None, *, weights: Weights | None = None,
-               progress: Callable[[int], None] | None = None) -> Model:
-    """The target model of `file`. `weights` may be shared with a drafter that reads the same file.
+def load_model(file: GGUFFile, placement: Placement | None = None, *, config: Config | None = None,
+               weights: Weights | None = None, progress: Callable[[int], None] | None = None) -> Model:
+    """The target model of `file`. `weights` may be shared with a drafter that reads the same file; `config`
+    replaces what the file's keys say.
 
     Errors: UnsupportedError for an architecture without code here, FileError and ConfigError for a bad file.
     """
@@ -39,7 +40,7 @@ def load_model(file: GGUFFile, placement: Placement | None = None, *, weights: W
             f"{file.path}: architecture {name!r} is not supported as a target{hint}; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    config = read_config(file)
+    config = config or read_config(file)
     if placement is None:
         placement = Placement.single(default_device(), config.n_layers)
     return ARCHITECTURES[name](weights or Weights(file, progress), config, placement)

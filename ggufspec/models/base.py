@@ -89,9 +89,9 @@ class Model:
         return Cache.allocate(self.cache_layers, n_slots, n_ctx, type_k, type_v)
 
     def forward(self, rows: Rows, cache: Cache, *, taps: Sequence[int] = (), logits: Logits = "all") -> Output:
-        x = self.embed(rows.tokens)
+        x = self.embed(rows.tokens.to(self.embedding.device))
         delta: Tensor | None = None
-        step = Step.of(rows)
+        step = Step.of(rows.to(x.device))
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
@@ -101,8 +101,9 @@ class Model:
                 x, delta = x.to(layer.device), None if delta is None else delta.to(layer.device)
                 step = Step.of(rows.to(layer.device))
             x, delta = layer(x, delta, step, cache)
+        x, delta = x.to(self.device), None if delta is None else delta.to(self.device)
         _, hidden = add_norm(x, delta, self.output_norm, self.config.layer_norm_rms_epsilon)
-        features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
+        features = torch.cat([tapped[i].to(hidden.device) for i in taps], dim=-1) if taps else None
         return Output(self.logits(hidden, rows, logits), hidden, features)
 
     def embed(self, tokens: Tensor) -> Tensor:

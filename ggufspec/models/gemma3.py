@@ -29,7 +29,7 @@ def sliding_layers(keys: Keys, n_layers: int) -> tuple[bool, ...]:
         return tuple(i % period != period - 1 for i in range(n_layers))
     flags = tuple(keys.array(name, bool))
     if len(flags) < n_layers:
-        raise FileError(f"{keys.file.path}: key gemma3.{name} has {len(flags)} entries; expected {n_layers}, one a layer")
+        raise FileError(f"{keys.file.path}: key gemma3.{name} has {len(flags)} entries; expected {n_layers}")
     return flags[:n_layers]
 
 

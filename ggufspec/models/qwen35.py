@@ -1,4 +1,4 @@
-"""qwen35: three gated DeltaNet layers, then one gated attention layer, repeated; optionally one MTP block at the end."""
+"""qwen35: three gated DeltaNet layers, then a gated attention layer, repeated; optionally an MTP block at the end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class GatedAttention:
 
     @classmethod
     def load(cls, weights: Weights, name: str, config: Config, layer: int, device: torch.device) -> GatedAttention:
-        D, H, KV_, hd = config.embedding_length, config.head_count[layer], config.head_count_kv[layer], config.key_length
+        D, hd = config.embedding_length, config.key_length
+        H, KV_ = config.head_count[layer], config.head_count_kv[layer]
         return cls(
             weights.group(
                 device,
@@ -165,7 +166,8 @@ class Qwen35Block:
         return x, self.ffn(n)
 
 
-def load_block(weights: Weights, config: Config, i: int, device: torch.device, recurrent: GdnSpec | None) -> Qwen35Block:
+def load_block(weights: Weights, config: Config, i: int, device: torch.device,
+               recurrent: GdnSpec | None) -> Qwen35Block:
     """Block i; `recurrent` is the spec of a gated DeltaNet block, None for an attention block."""
     D, eps, name = config.embedding_length, config.layer_norm_rms_epsilon, f"blk.{i}"
     mixer: GatedAttention | GatedDeltaNet
@@ -189,7 +191,8 @@ def load(weights: Weights, config: Config, placement: Placement) -> Model:
     if not weights.has("blk.0.attn_norm.weight") and config.nextn_predict_layers > 0:
         raise ConfigError(f"{path}: holds only an MTP block (no blk.0.attn_norm.weight); give it with --model-draft")
     if config.nextn_predict_layers > 1:
-        raise UnsupportedError(f"{path}: qwen35.nextn_predict_layers is {config.nextn_predict_layers}; one is supported")
+        n = config.nextn_predict_layers
+        raise UnsupportedError(f"{path}: qwen35.nextn_predict_layers is {n}; one is supported")
     check_sections(keys, config)
     spec = gdn_spec(keys, config.layer_norm_rms_epsilon)
     recurrent = recurrent_layers(keys, config)
@@ -265,7 +268,7 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
     needed += [f"{name}.{t}.weight" for t in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_down")]
     missing = next((t for t in needed if not weights.has(t)), None)
     if missing is not None:
-        raise ConfigError(f"{path}: metadata promises an MTP block, but tensor {missing} is missing; draft-mtp needs it")
+        raise ConfigError(f"{path}: metadata promises an MTP block, but tensor {missing} is missing")
 
     own_embedding, own_head = f"{name}.nextn.embed_tokens.weight", f"{name}.nextn.shared_head_head.weight"
     if weights.has(own_embedding):

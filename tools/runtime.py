@@ -1,0 +1,197 @@
+"""From settings to a running engine: open files, place weights, size the context, attach the drafter."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from ggufspec.drafters import Drafter, DraftOptions
+from ggufspec.drafters.load import ModSizes, NgramSizes, SpecOptions, load_drafter
+from ggufspec.engine import Engine
+from ggufspec.errors import ConfigError
+from ggufspec.gguf_file import GGUFFile, open_gguf
+from ggufspec.models import Config, Model, load_model, read_config
+from ggufspec.placement import Placement, devices_of, place_layers, resolve
+from ggufspec.prompt_cache import PromptCache
+from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools.settings import ContextSettings, ModelSettings, NgramSettings, Settings, SpeculativeSettings
+from ggufspec.weights import Weights
+
+log = logging.getLogger(__name__)
+
+CELLS = 256  # contexts are whole multiples of this
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+
+@dataclass
+class Runtime:
+    """Everything that one command line opened."""
+
+    settings: Settings
+    file: GGUFFile
+    config: Config
+    model: Model
+    tokenizer: Tokenizer
+    drafter: Drafter | None
+    engine: Engine
+
+
+def open_runtime(settings: Settings, *, show_progress: bool = True) -> Runtime:
+    """Load what the settings name. GgufspecError says in one line what does not fit."""
+    if settings.common.threads > 0:
+        torch.set_num_threads(settings.common.threads)
+    if settings.model.path is None:
+        raise ConfigError("--model is required")
+    check_context(settings.context)
+    file = open_model_file(settings.model.path, settings.model.overrides)
+    config = with_rope_options(read_config(file), settings.context)
+    n_slots, n_ctx = size_context(settings.context, config)
+    placement = place(settings.model, config)
+    draft_file = None
+    if settings.speculative.model is not None:
+        draft_file = open_model_file(settings.speculative.model, ())
+    tokenizer = Tokenizer.from_metadata(file.metadata)
+    n_bytes = file.n_bytes + (draft_file.n_bytes if draft_file is not None else 0)
+    with loading_bar(n_bytes, show_progress) as progress:
+        weights = Weights(file, progress)
+        model = load_model(file, placement, config=config, weights=weights)
+        drafter = load_drafter(
+            spec_options(settings.speculative), file, model, draft_file, n_slots=n_slots, n_ctx=n_ctx,
+            device=draft_device(settings.speculative), target_weights=weights, progress=progress,
+        )
+    context = settings.context
+    engine = Engine(
+        model, tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=n_ctx,
+        n_ubatch=min(context.n_ubatch or context.n_batch, context.n_batch),
+        type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
+        prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs,
+    )
+    return Runtime(settings, file, config, model, tokenizer, drafter, engine)
+
+
+def open_model_file(path: str, overrides: tuple[tuple[str, Any], ...]) -> GGUFFile:
+    """Open a file and lay `--override-kv` values over its keys."""
+    file = open_gguf(path)
+    if not overrides:
+        return file
+    kinds = {bool: "bool", int: "i64", float: "f32", str: "str"}
+    values = dict(overrides)
+    return replace(
+        file,
+        metadata=file.metadata | values,
+        types=file.types | {key: kinds[type(value)] for key, value in values.items()},
+    )
+
+
+def check_context(context: ContextSettings) -> None:
+    for name, type_name in (("--cache-type-k", context.type_k), ("--cache-type-v", context.type_v)):
+        if type_name not in CACHE_TYPES:
+            raise ConfigError(f"{name}: Unsupported cache type: {type_name}; expected one of {' '.join(CACHE_TYPES)}")
+    if context.flash_attn == "off" and context.type_v not in ("f32", "f16", "bf16"):
+        raise ConfigError("quantized V cache requires flash_attn to be enabled: drop -fa off or use -ctv f16")
+
+
+def size_context(context: ContextSettings, config: Config) -> tuple[int, int]:
+    """(slots, cells a slot) as llama.cpp divides them: equal shares, each a multiple of 256.
+
+    With a unified cache every slot may use the whole context; this runtime then gives each slot that many cells.
+    """
+    unified = context.kv_unified if context.kv_unified is not None else context.n_parallel < 0
+    n_slots = 4 if context.n_parallel < 0 else context.n_parallel
+    if not 1 <= n_slots <= 256:
+        raise ConfigError(f"invalid value for n_parallel: {n_slots}; expected 1 to 256")
+    total = context.n_ctx or config.context_length
+    share = total if unified else total // n_slots
+    n_ctx = max(math.ceil(share / CELLS) * CELLS, CELLS)
+    trained = math.ceil(config.context_length / CELLS) * CELLS
+    if config.rope.ext_factor > 0 and config.rope.freq_scale < 1:
+        trained = max(trained, int(config.rope.n_ctx_orig / config.rope.freq_scale))
+    if n_ctx > trained:
+        log.warning("a slot's context of %d exceeds the training context of the model (%d) - capping", n_ctx, trained)
+        n_ctx = trained
+    return n_slots, n_ctx
+
+
+def with_rope_options(config: Config, context: ContextSettings) -> Config:
+    """`config` with what `--rope-*` and `--yarn-*` say instead of the file."""
+    rope = config.rope
+    changes: dict[str, Any] = {}
+    if context.rope_freq_base:
+        changes["base"] = context.rope_freq_base
+    if context.rope_scale:
+        changes["freq_scale"] = 1.0 / context.rope_scale
+    if context.rope_freq_scale:
+        changes["freq_scale"] = context.rope_freq_scale
+    if context.rope_scaling == "none":
+        changes["freq_scale"] = 1.0
+    if context.rope_scaling is not None:
+        changes["ext_factor"] = 1.0 if context.rope_scaling == "yarn" else 0.0
+    for name, value in (
+        ("n_ctx_orig", context.yarn_orig_ctx or -1), ("ext_factor", context.yarn_ext_factor),
+        ("attn_factor", context.yarn_attn_factor), ("beta_slow", context.yarn_beta_slow),
+        ("beta_fast", context.yarn_beta_fast),
+    ):
+        if value >= 0:
+            changes[name] = value
+    return replace(config, rope=replace(rope, **changes)) if changes else config
+
+
+def place(model: ModelSettings, config: Config) -> Placement:
+    """Which device holds which layer, from `-dev`, `-ngl`, `-sm`, `-ts`, `-mg`."""
+    devices = devices_of(model.devices)
+    if model.split_mode in ("row", "tensor") and len(devices) > 1:
+        raise ConfigError(
+            f"--split-mode {model.split_mode} over {len(devices)} devices is not supported yet; use layer or none"
+        )
+    return place_layers(
+        devices, config.block_count, config.n_layers, gpu_layers=model.gpu_layers, split=model.split_mode,
+        tensor_split=model.tensor_split, main_gpu=model.main_gpu,
+    )
+
+
+def draft_device(spec: SpeculativeSettings) -> torch.device | None:
+    """Where the drafter lives; None: with the target's output."""
+    if spec.gpu_layers == 0 or spec.devices == ("none",):
+        return torch.device("cpu")
+    if spec.devices is None:
+        return None
+    if len(spec.devices) > 1:
+        raise ConfigError(
+            f"--device-draft {','.join(spec.devices)}: a drafter lives on one device; name one of them"
+        )
+    return resolve(spec.devices[0])
+
+
+def spec_options(spec: SpeculativeSettings) -> SpecOptions:
+    def sizes(settings: NgramSettings) -> NgramSizes:
+        return NgramSizes(settings.size_n, settings.size_m, settings.min_hits)
+
+    n_max = DraftOptions.n_max if spec.n_max == "auto" else int(spec.n_max)
+    mod = spec.ngram_mod
+    return SpecOptions(
+        types=tuple(t for t in spec.types if t != "none"),
+        draft=DraftOptions(n_max, spec.n_min, spec.p_min),
+        type_k=spec.type_k, type_v=spec.type_v,
+        ngram_simple=sizes(spec.ngram_simple), ngram_map_k=sizes(spec.ngram_map_k),
+        ngram_map_k4v=sizes(spec.ngram_map_k4v), ngram_mod=ModSizes(mod.n_match, mod.n_min, mod.n_max),
+        lookup_static=spec.lookup_static, lookup_dynamic=spec.lookup_dynamic,
+    )
+
+
+def cache_bytes(mib: int) -> int:
+    return -1 if mib < 0 else mib << 20
+
+
+@contextmanager
+def loading_bar(n_bytes: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar in bytes on stderr; nothing when it is not a terminal or not wanted."""
+    with tqdm(total=n_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", leave=False,
+              disable=None if show else True) as bar:
+        yield lambda n: None if bar.update(n) is None else None
