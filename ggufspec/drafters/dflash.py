@@ -235,9 +235,7 @@ def load_backbone(weights: Weights, config: DFlashConfig, target: Model, device:
         d2t = vector("d2t", n_draft).to(torch.int64)
     if weights.has("output.weight"):
         head = weights.group(device, ("output.weight", (n_draft, D)))
-    elif weights.has("token_embd.weight"):
-        head = fuse([embedding])
-    else:
+    else:  # the target's even beside an embedding of its own: llama.cpp does so
         head = target.head
     return Backbone(
         config=config,
