@@ -23,21 +23,22 @@ MIB = 1 << 20
 EPILOG = "TYPE is one of " + ", ".join(f"{t.name} ({t.id})" for t in policy.FILE_TYPES) + ", COPY."
 
 
-class QuantizeCommand(click.Command):
+class WrongUse(click.UsageError):
     """Exits with 1, like llama-quantize, where click would exit with 2."""
 
+    exit_code = 1
+
+
+class QuantizeCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            error.exit_code = 1
-            raise
+            raise WrongUse(error.format_message(), ctx) from None
 
 
-def _usage(message: str) -> click.UsageError:
-    error = click.UsageError(message, click.get_current_context(silent=True))
-    error.exit_code = 1
-    return error
+def _usage(message: str) -> WrongUse:
+    return WrongUse(message, click.get_current_context(silent=True))
 
 
 @click.command("quantize", cls=QuantizeCommand, epilog=EPILOG)
@@ -238,9 +239,9 @@ def _show_warnings(plan: Plan) -> None:
         if plan.options.imatrix and t.is_converted and t.importance is None and t.target not in policy.PLAIN:
             click.echo(f"did not find weights for {t.name}", err=True)
     if n_fallbacks:
-        n_converted = sum(t.is_converted for t in plan.tensors)
+        n_decided = sum(not t.decision.kept for t in plan.tensors)
         click.echo(
-            f"WARNING: {n_fallbacks} of {n_converted} tensor(s) required fallback quantization", err=True
+            f"WARNING: {n_fallbacks} of {n_decided} tensor(s) required fallback quantization", err=True
         )
 
 
