@@ -31,8 +31,10 @@ class Rows:
     def to(self, device: torch.device) -> "Rows":
         if self.tokens.device == device:
             return self
-        moved = (t.to(device) for t in (self.tokens, self.slots, self.n_past, self.n_rows))
-        return Rows(*moved, tentative=self.tentative)
+        return Rows(
+            self.tokens.to(device), self.slots.to(device), self.n_past.to(device), self.n_rows.to(device),
+            self.tentative,
+        )
 
     def positions(self) -> Tensor:
         """[B, W] int64 positions of all rows, padding included."""

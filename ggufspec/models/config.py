@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, FileError
-from ..kernels.rope import RopeSpec
+from ..kernels.rope import Pairing, RopeSpec
 
 if TYPE_CHECKING:
     from ..gguf_file import GGUFFile
 
-MODEL_PAIRING = {"qwen2": "neox", "qwen3": "neox", "qwen35": "neox", "gemma3": "neox", "dflash": "neox",
+PAIRING: dict[str, Pairing] = {"qwen2": "neox", "qwen3": "neox", "qwen35": "neox", "gemma3": "neox", "dflash": "neox",
                  "llama": "norm"}
 
 
@@ -137,6 +137,10 @@ def read_rope(keys: Keys, key_length: int) -> RopeSpec:
         )
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0))
     sections = keys.array("rope.dimension_sections", int, [])
+    if len(sections) not in (0, 4):
+        raise FileError(
+            f"{keys.file.path}: key {keys.architecture}.rope.dimension_sections has {len(sections)} entries; expected 4"
+        )
     return RopeSpec(
         n_rot=keys.integer("rope.dimension_count", key_length),
         base=keys.number("rope.freq_base", 10000.0),
@@ -144,6 +148,6 @@ def read_rope(keys: Keys, key_length: int) -> RopeSpec:
         ext_factor=1.0 if scaling == "yarn" else 0.0,
         attn_factor=keys.number("rope.scaling.attn_factor", 1.0),
         n_ctx_orig=keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
-        pairing=MODEL_PAIRING.get(keys.architecture, "neox"),
-        sections=tuple(int(s) for s in sections) if sections else None,
+        pairing=PAIRING.get(keys.architecture, "neox"),
+        sections=(sections[0], sections[1], sections[2], sections[3]) if sections else None,
     )
