@@ -12,13 +12,17 @@ from ggufspec.kernels.attention.spec import AttentionSpec
 from ggufspec.kernels.kv.hadamard import rotate
 from ggufspec.kernels.kv.plain import cell_positions, decode_cells
 from ggufspec.kernels.kv.storage import CELL_CHUNK, KV
+from ggufspec.kernels.norm.plain import sigmoid_gate
 
 NARROW_ROWS = 64  # up to this width rows are processed one by one
 
 
-def attend(q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec) -> Tensor:
+def attend(
+    q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec,
+    gate: Tensor | None = None, q_rotated: bool = False,
+) -> Tensor:  # fmt: skip
     B, W, H, _ = q.shape
-    q = rotate(q.float(), kv.rotation_k)
+    q = q.float() if q_rotated else rotate(q.float(), kv.rotation_k)
     n_stored = n_past + n_rows
     cells = cell_positions(kv, n_stored)  # [B, n_cells]
     out = q.new_zeros(B, W, H, kv.hd_v)
@@ -37,7 +41,8 @@ def attend(q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spe
                 out[b, w] = attend_row(q[b, w], keys[:n], values[:n], seen[w, : n * CELL_CHUNK], spec)
         else:
             out[b] = attend_block(q[b], keys, values, seen, spec)
-    return rotate(out, kv.rotation_v)
+    out = rotate(out, kv.rotation_v)
+    return out if gate is None else sigmoid_gate(out, gate)
 
 
 def chunked(kv: KV, slot: int, n_chunks: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,9 @@ from torch import Tensor
 from ggufspec.kernels.kv.blocks import decode, encode
 from ggufspec.kernels.kv.hadamard import rotate
 from ggufspec.kernels.kv.storage import KV
+from ggufspec.kernels.norm.plain import rms_norm
+from ggufspec.kernels.rope import RopeSpec
+from ggufspec.kernels.rope import plain as ropes
 
 
 def store(kv: KV, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> None:
@@ -17,6 +20,19 @@ def store(kv: KV, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> Non
     cell = cells[valid]
     kv.k[slot, cell] = encode(rotate(k[valid].float(), kv.rotation_k), kv.type_k)
     kv.v[slot, cell] = encode(rotate(v[valid].float(), kv.rotation_v), kv.type_v)
+
+
+def norm_rope_store(
+    kv: KV, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None, rope: tuple[Tensor, Tensor, RopeSpec] | None,
+) -> Tensor:  # fmt: skip
+    if norms is not None:
+        q_weight, k_weight, eps = norms
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    if rope is not None:
+        q, k = ropes.rotate(q, *rope), ropes.rotate(k, *rope)
+    store(kv, k, v, slots, positions)
+    return rotate(q.float(), kv.rotation_k)
 
 
 def decode_cells(kv: KV, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,47 @@
+"""Compile kernels for a card that is not there: launches compile for the target and do nothing else.
+
+    with compiling(75): attention.triton.attend(...)     # CPU tensors; results are meaningless
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class NoCard:
+    """As much of a driver as compilation asks for."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # compiled kernels are kept per device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[str]]:
+    """Inside, every launch only compiles; yields the names of the kernels launched."""
+    names: list[str] = []
+    run = triton.JITFunction.run
+
+    def warm(self, *args, grid, warmup, **kwargs):
+        names.append(self.__name__)
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    active = driver._active
+    driver.set_active(NoCard(capability))
+    triton.JITFunction.run = warm
+    try:
+        yield names
+    finally:
+        triton.JITFunction.run = run
+        driver._active = active
