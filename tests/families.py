@@ -288,7 +288,7 @@ def make_gemma3(
 
     def fill(name: str, shape: tuple[int, ...]) -> np.ndarray:
         # Strong branches: a tied, scaled embedding would otherwise predict itself for ever.
-        return plain(name, shape) * (4 if "post_" in name else 1)
+        return plain(name, shape) * (8 if "post_" in name else 2 if name == "token_embd.weight" else 1)
 
     draft = _start("gemma3", s, seed, type, fill, sentence_pieces(s.n_vocab), s.n_layers)
     draft.u32(attention__sliding_window=window)
