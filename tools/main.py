@@ -1,0 +1,88 @@
+"""The command `ggufspec`: a table of subcommands, each loaded when it is named."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ggufspec import __version__
+from ggufspec.errors import GgufspecError
+
+# name: what it does; the module ggufspec.tools.<name> has it as `command`
+COMMANDS = {
+    "cli": "Generate text in the terminal, or chat.",
+    "server": "Serve a model over HTTP: OpenAI's, Anthropic's and llama.cpp's interfaces.",
+    "quantize": "Quantize a GGUF file, or requantize it.",
+    "inspect": "Show a GGUF file's metadata and tensors.",
+    "tokenize": "Turn text into token ids.",
+    "perplexity": "Score a text: perplexity, and KL divergence between two files.",
+    "bench": "Measure speed: prompts, generation, drafters.",
+    "compare": "Run the same prompts here and in llama.cpp, side by side.",
+    "plan": "Say what fits where before anything is loaded.",
+}
+
+
+class CommandTable(click.Group):
+    """Imports a subcommand's module only when that subcommand runs: `ggufspec --help` needs no torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"ggufspec.tools.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]):  # type: ignore[no-untyped-def]
+        if args and args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else f"; commands are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"there is no command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ggufspec")
+def commands() -> None:
+    """Run quantized GGUF models with speculative drafters. `ggufspec COMMAND --help` lists a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The entry point: never a traceback for an error that is the input's fault."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    sys.exit(run(argv))
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Exit status of one command: 0, 1 for an error (one line on stderr), 2 for wrong use, 130 for Ctrl-C."""
+    try:
+        result = commands.main(args=None if argv is None else list(argv), prog_name="ggufspec", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except GgufspecError as error:
+        message = str(error)
+        print(message if message.startswith("error") else f"error: {message}", file=sys.stderr)
+        return 1
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`ggufspec ... | head`): nothing more to say, and nothing at exit either.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        return 0
