@@ -89,7 +89,7 @@ def product(a, b, SPLIT: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W"])
 def attend_kernel(
     q_ptr, k_ptr, k_half_ptr, v_ptr, v_half_ptr, table_ptr, slot_ptr, n_past_ptr, n_rows_ptr, sinks_ptr,
     out_ptr, top_ptr, total_ptr,
@@ -184,7 +184,7 @@ def attend_kernel(
         tl.store(out_ptr + pair[:, None] * HD_V + ev[None, :], acc, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W"])
 def combine_kernel(
     part_ptr, top_ptr, total_ptr, sinks_ptr, gate_ptr, n_past_ptr, n_rows_ptr, out_ptr,
     W, H, n_cells, window, n_splits, chunk, gate_row, gate_head,

@@ -10,6 +10,8 @@ u [B, W, conv_dim], alpha, beta [B, W, n_v] are the raw projections; o is [B, W,
 gated norm.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,15 @@ __all__ = [
 ]  # fmt: skip
 
 
+def room(x: Tensor) -> ModuleType:
+    """The twin or the kernels, by the device of x."""
+    if x.is_cuda:
+        from ggufspec.kernels.gdn import triton
+
+        return triton
+    return plain
+
+
 def step(
     u: Tensor,
     alpha: Tensor,
@@ -52,7 +63,7 @@ def step(
     """
     if u.shape[1] > state.max_window:
         raise ValueError(f"{u.shape[1]} tentative rows do not fit a window of {state.max_window}")
-    return plain.step(u, alpha, beta, weights, state, slots, spec)
+    return room(u).step(u, alpha, beta, weights, state, slots, spec)
 
 
 def chunk(
@@ -72,8 +83,7 @@ def chunk(
 
 def commit(state: GdnState, slots: Tensor) -> None:
     """Replay the accepted rows of slots [B] now; nothing is pending afterwards."""
-    for slot in slots.tolist():
-        plain.replay(state, slot)
+    room(state.state).replay(state, slots)
     state.counts[0, slots] = 0
 
 

@@ -44,15 +44,34 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     grown, rest = torch.exp(G).unsqueeze(-1), torch.exp(G[..., -1:] - G).unsqueeze(-1)
     kT = k.transpose(-1, -2)
     system = (beta * (k @ kT) * decay).tril(-1)
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat((beta * v, beta * grown * k), -1), upper=False, unitriangular=True
-    )
-    U, Y = solved.split((d, d), -1)
-    mixed, grown_q, rest_k = (q @ kT) * decay, q * grown, k * rest
+    U, Y = solve(system, torch.cat((beta * v, beta * grown * k), -1)).split((d, d), -1)
+    pieces = U, Y, (q @ kT) * decay, q * grown, k * rest, grown[..., -1, 0], state
+    if v.is_cuda:
+        from ggufspec.kernels.gdn import triton
+
+        out, state = triton.scan(*pieces)
+    else:
+        out, state = scan(*pieces)
+    return out.flatten(2, 3)[:, :, :T].transpose(1, 2).contiguous(), state
+
+
+def solve(system: Tensor, right: Tensor) -> Tensor:
+    """(I + system)^-1 right for strictly lower triangular systems [.., CHUNK, CHUNK]."""
+    if system.is_cuda:
+        from ggufspec.kernels.gdn.triton import inverse
+
+        return inverse(system) @ right
+    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+
+
+def scan(
+    U: Tensor, Y: Tensor, mixed: Tensor, q: Tensor, k: Tensor, last: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The walk of the state over chunks: all [B, n_v, n, CHUNK, ..], last [B, n_v, n], state [B, n_v, d, d]."""
     outs = []
-    for i in range(n):
-        delta = U[:, :, i] - Y[:, :, i] @ state.transpose(-1, -2)
-        outs.append(grown_q[:, :, i] @ state.transpose(-1, -2) + mixed[:, :, i] @ delta)
-        state = grown[:, :, i, -1:] * state + delta.transpose(-1, -2) @ rest_k[:, :, i]
-    out = torch.stack(outs, 2).flatten(2, 3)[:, :, :T]
-    return out.transpose(1, 2).contiguous(), state
+    for i in range(U.shape[2]):
+        before = state.transpose(-1, -2)
+        delta = U[:, :, i] - Y[:, :, i] @ before
+        outs.append(q[:, :, i] @ before + mixed[:, :, i] @ delta)
+        state = last[:, :, i, None, None] * state + delta.transpose(-1, -2) @ k[:, :, i]
+    return torch.stack(outs, 2), state

@@ -79,11 +79,27 @@ def inputs(
     return q, k, v.reshape(T, spec.n_v, spec.d), g.contiguous(), sigmoid(beta.contiguous())
 
 
-def replay(state: GdnState, slot: int) -> None:
-    """Accepted rows of the window into the committed state and tail. `counts` stays as it is."""
+def chunk_inputs(
+    u: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, state: GdnState, slots: Tensor, n_rows: Tensor,
+    spec: GdnSpec,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`inputs` of several slots: q, k [B, W, n_k, d], v [B, W, n_v, d], g, beta [B, W, n_v]; rows past n_rows have
+    g = beta = 0, which leaves a state as it is."""
+    tails = state.tail[slots]
+    parts = [inputs(u[b], alpha[b], beta[b], tails[b], weights, spec) for b in range(u.shape[0])]
+    q, k, v, g, gate = (torch.stack(part) for part in zip(*parts))
+    valid = (torch.arange(u.shape[1], device=u.device) < n_rows[:, None]).unsqueeze(-1)
+    return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, gate, 0.0)
+
+
+def replay(state: GdnState, slots: Tensor) -> None:
+    """Accepted rows of the windows into the committed states and tails. `counts` stays as it is."""
+    for slot in slots.tolist():
+        replay_slot(state, slot)
+
+
+def replay_slot(state: GdnState, slot: int) -> None:
     n, half = int(state.n_replay[slot]), int(state.half[slot])
-    if n == 0:
-        return
     A = state.state[slot]
     window = (state.window_k, state.window_v, state.window_g, state.window_beta)
     for t in range(n):
@@ -100,7 +116,7 @@ def step(
     out = u.new_empty(B, W, spec.n_v, spec.d)
     for b in range(B):
         slot = int(slots[b])
-        replay(state, slot)
+        replay_slot(state, slot)
         q, k, v, g, gate = inputs(u[b], alpha[b], beta[b], state.tail[slot], weights, spec)
         other = 1 - int(state.half[slot])
         recorded = (state.window_u, u[b]), (state.window_k, k), (state.window_v, v), (state.window_g, g)

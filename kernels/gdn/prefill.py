@@ -23,11 +23,13 @@ def chunk(
     """Rows of each slot as one sequence; the slots' windows have been replayed."""
     B, W, _ = u.shape
     tails = state.tail[slots]
-    parts = [plain.inputs(u[b], alpha[b], beta[b], tails[b], weights, spec) for b in range(B)]
-    q, k, v, g, gate = (torch.stack(part) for part in zip(*parts))
-    valid = (torch.arange(W, device=u.device) < n_rows[:, None]).unsqueeze(-1)
-    g, gate = torch.where(valid, g, 0.0), torch.where(valid, gate, 0.0)
-    if W <= SHORT_ROWS:
+    if u.is_cuda:
+        from ggufspec.kernels.gdn import triton
+
+        q, k, v, g, gate = triton.chunk_inputs(u, alpha, beta, weights, state, slots, n_rows, spec)
+    else:
+        q, k, v, g, gate = plain.chunk_inputs(u, alpha, beta, weights, state, slots, n_rows, spec)
+    if W <= SHORT_ROWS and not u.is_cuda:
         rows = [plain.naive(q[b], k[b], v[b], g[b], gate[b], state.state[slots[b]]) for b in range(B)]
         out, new = (torch.stack(part) for part in zip(*rows))
     else:

@@ -18,7 +18,7 @@ def sigmoid_of(x):
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def norm_kernel(
     x_ptr, delta_ptr, gate_ptr, weight_ptr, total_ptr, out_ptr, T, D, eps,
     ADD: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
