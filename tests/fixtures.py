@@ -1,4 +1,4 @@
-"""Two tiny models and eight drafters whose weights follow from a formula, with the numbers llama.cpp gives.
+"""Two tiny models and six drafters whose weights follow from a formula, with the numbers llama.cpp gives.
 
 F32 weights, F32 KV caches, no flash attention. The greedy token is appended after each position; token 0 ends
 a text and the target never samples it (drafts may hold it).

@@ -17,7 +17,7 @@ from ggufspec.quant.quantize import quantize
 from ggufspec.tools.synth_models import DEFAULTS, Recipe, changed, make_recipe
 
 N_ENCODED = 1 << 20  # weights that are really quantized, per type
-N_BLOCKS = 262147  # blocks of a tile: a prime above the vocabulary, so that no two rows of a head are equal
+N_BLOCKS = 262147  # blocks of a tile: a prime above the vocabulary, so that every row of a head starts elsewhere in it
 DEVIATION = 0.02
 N_CHUNK_BYTES = 1 << 24
 
