@@ -78,7 +78,7 @@ def _numbers(rng: random.Random) -> str:
 
 def _edges(rng: random.Random) -> str:
     pool = ["'S", "'ſ", "'LL", "'re", "’s", "a'", "``", "$^", "~|", "+=", "___", "\ufeff", "\u200b", "\u200d", "▁", "Ġ",
-            "<s>",            "<0x0A>", "<think>", "</think>", "<|im_end|>", "<|im_start", "<|endoftext|>", "<unk>"]  # fmt: skip
+            "<s>", "<0x0A>", "<think>", "</think>", "<|im_end|>", "<|im_start", "<|endoftext|>", "<unk>"]  # fmt: skip
     return "".join(rng.choice(pool) + rng.choice(_BLANKS) * rng.randint(0, 1) for _ in range(8))
 
 
