@@ -1,10 +1,21 @@
 """Grouped dynamic convolution inside a draft block: taps look back over the block's own rows only."""
 
+from types import ModuleType
+
 from torch import Tensor
 
 from ggufspec.kernels.conv import plain
 
 __all__ = ["dynamic_conv"]
+
+
+def room(x: Tensor) -> ModuleType:
+    """The twin or the kernels, by the device of x."""
+    if x.is_cuda:
+        from ggufspec.kernels.conv import triton
+
+        return triton
+    return plain
 
 
 def dynamic_conv(h: Tensor, dyn: Tensor, base: Tensor, side: int) -> Tensor:
@@ -14,4 +25,4 @@ def dynamic_conv(h: Tensor, dyn: Tensor, base: Tensor, side: int) -> Tensor:
     h [B, T, D] float32, dyn [B, T, 2, K, G] (projected from the sub-layer's normed input), base [2, K, D];
     side 0 before the mixer or FFN, 1 after it. Returns [B, T, D].
     """
-    return plain.dynamic_conv(h, dyn, base, side)
+    return room(h).dynamic_conv(h, dyn, base, side)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ggufspec.kernels.select import plain
 from ggufspec.kernels.select.chains import markov_chain, n_passing, selector_walk
+from ggufspec.kernels.select.rooms import room
 
 __all__ = [
     "argmax", "log_probability", "log_softmax", "markov_chain", "n_passing", "selector_walk", "top_k",
@@ -13,13 +13,13 @@ __all__ = [
 
 def argmax(x: Tensor) -> Tensor:
     """x [.., V] to int64 [..]: the first maximum."""
-    return plain.argmax(x)
+    return room(x).argmax(x)
 
 
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """x [.., V] float32 to (values, ids int64) [.., k], descending; the lower id first among equals. k <=
     V."""
-    return plain.top_k(x, k)
+    return room(x).top_k(x, k)
 
 
 def top_k_softmax(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -30,9 +30,9 @@ def top_k_softmax(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def log_softmax(x: Tensor) -> Tensor:
     """x [.., V] to float32 log-probabilities of the same shape."""
-    return plain.log_softmax(x)
+    return room(x).log_softmax(x)
 
 
 def log_probability(x: Tensor, ids: Tensor) -> Tensor:
     """x [.., V], ids [.., m] int64 to the log-probabilities [.., m] of these ids alone."""
-    return plain.log_probability(x, ids)
+    return room(x).log_probability(x, ids)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ggufspec.kernels.norm.plain import sigmoid
-from ggufspec.kernels.select.plain import argmax
+from ggufspec.kernels.select.rooms import room
 
 
 def n_passing(scores: Tensor, p_min: float) -> Tensor:
@@ -43,13 +43,15 @@ def markov_chain(
     for i in range(n):
         e = embed(previous)
         bias = project(e)
-        column = logits[:, i] + bias if d2t is None else logits[:, i].index_add(-1, d2t, bias)
         if hidden is not None and confidence is not None:
             weight, offset = confidence
             D = hidden.shape[-1]
             score = (hidden[:, i] * weight[:D]).sum(-1) + (e * weight[D:]).sum(-1) + offset
             scores[:, i] = sigmoid(score)
-        previous = argmax(column)
+        if d2t is None:
+            previous = room(logits).argmax(logits[:, i], bias)
+        else:
+            previous = room(logits).argmax(logits[:, i].index_add(-1, d2t, bias))
         tokens[:, i] = previous
     return tokens, scores
 
@@ -70,14 +72,4 @@ def selector_walk(
     succ = successor(ids.reshape(-1)).view(B, n, k, -1)
     pred = predecessor(torch.cat((last[:, None], ids[:, :-1].reshape(B, -1)), -1).reshape(-1))
     pred = pred.view(B, 1 + (n - 1) * k, -1)
-    rows = torch.arange(B, device=ids.device)
-    tokens, shares = torch.empty_like(ids[..., 0]), torch.empty_like(values[..., 0])
-    chosen = torch.zeros(B, dtype=torch.int64, device=ids.device)  # row of `pred` of the predecessor
-    for i in range(n):
-        step = (pred[rows, chosen] * gate[:, i]).unsqueeze(1) * succ[:, i]
-        scores = values[:, i] + step.sum(-1)
-        best = argmax(scores)
-        tokens[:, i] = ids[rows, i, best]
-        shares[:, i] = scores.softmax(-1)[rows, best]
-        chosen = 1 + i * k + best
-    return tokens, shares
+    return room(ids).walk(ids, values, gate, pred, succ)

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 
-def argmax(x: Tensor) -> Tensor:
+def argmax(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    x = x if bias is None else x + bias
     return x.argmax(-1)  # documented to be the first of equal maxima
 
 
@@ -23,6 +24,23 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def log_softmax(x: Tensor) -> Tensor:
     return x.float().log_softmax(-1)
+
+
+def walk(ids: Tensor, values: Tensor, gate: Tensor, pred: Tensor, succ: Tensor) -> tuple[Tensor, Tensor]:
+    """The steps of `chains.selector_walk`, rows of the tables looked up: pred [B, 1 + (n - 1) k, R], the anchor
+    and every candidate but the last row's; succ [B, n, k, R]."""
+    B, n, k = ids.shape
+    rows = torch.arange(B, device=ids.device)
+    tokens, shares = torch.empty_like(ids[..., 0]), torch.empty_like(values[..., 0])
+    chosen = torch.zeros(B, dtype=torch.int64, device=ids.device)  # row of `pred` of the predecessor
+    for i in range(n):
+        step = (pred[rows, chosen] * gate[:, i]).unsqueeze(1) * succ[:, i]
+        scores = values[:, i] + step.sum(-1)
+        best = scores.argmax(-1)
+        tokens[:, i] = ids[rows, i, best]
+        shares[:, i] = scores.softmax(-1)[rows, best]
+        chosen = 1 + i * k + best
+    return tokens, shares
 
 
 def log_probability(x: Tensor, ids: Tensor) -> Tensor:
