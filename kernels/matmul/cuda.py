@@ -9,25 +9,34 @@ from torch import Tensor
 from ggufspec.kernels.matmul import repack
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight, WeightGroup
 
-ROW_MULTIPLE = 64  # packed rows are padded to this, so that no tile needs a mask on its loads
+ROW_MULTIPLE = 128  # packed rows are padded to this, so that no tile needs a mask on its loads
 UPLOAD_BYTES = 64 << 20  # piece of a weight that goes through pinned memory at once
 REPACK_BYTES = 64 << 20  # and that is rearranged at once on the device
 NARROW_ROWS = 16
+PART_COUNTS = (1, 4, 16, 64, 256)  # what the kernel is compiled for; a tile in fewer parts leaves some empty
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one launch of the narrow kernel cuts its work; see `gluon.narrow`. K is cut in n_split * KW parts."""
+    """How the narrow kernel cuts a launch; see `gluon.narrow`. per_sm: programs a multiprocessor runs at once.
 
-    KW: int = 4
-    WM: int = 1
+    Never a function of the number of tokens: the order of sums follows from it.
+    """
+
+    KW: int = 2
+    WM: int = 4
     MT: int = 2
-    ST: int = 3
-    n_split: int = 1
+    ST: int = 2
+    per_sm: int = 2
 
     @property
     def n_rows(self) -> int:
         return 16 * self.WM * self.MT
+
+    @property
+    def n_registers(self) -> int:
+        """Registers a thread may have for `per_sm` programs to fit."""
+        return min(255, 65536 // (32 * self.KW * self.WM * self.per_sm) // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,8 @@ class Launch:
     """Weights of one type laid row after row, multiplied by one kernel.
 
     members: their places in the group. parts: arrays [S, rows, n], rows padded. row_start, row_width int32 [rows]: the
-    first row of a row's weight and that weight's number of rows (0: padding).
+    first row of a row's weight and that weight's number of rows (0: padding). arrived: int32 zeros, the kernel's
+    counters, so one launch must not run on two streams at once.
     """
 
     type_name: str
@@ -45,6 +55,7 @@ class Launch:
     shift: int
     row_start: Tensor
     row_width: Tensor
+    arrived: Tensor
     config: Config
 
     @property
@@ -153,8 +164,8 @@ def _launch(members: tuple[int, ...], weights: list[PackedWeight]) -> tuple[Laun
     repeats = torch.tensor([*n_rows, padded - total])
     row_start = torch.repeat_interleave(torch.tensor([*starts, 0]), repeats).int().to(device)
     row_width = torch.repeat_interleave(torch.tensor([*n_rows, 0]), repeats).int().to(device)
-    config = Config()
-    return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, config), views
+    arrived = torch.zeros(padded // 16, dtype=torch.int32, device=device)
+    return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, arrived, Config()), views
 
 
 def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
@@ -176,30 +187,68 @@ def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
 # ---- multiply
 
 
-def run(launch: Launch, a: Activation, config: Config | None = None) -> list[Tensor]:
-    """One launch of the narrow kernel: float32 [T, rows_i] for each of its weights. T: 1..16."""
+@functools.cache
+def _n_multiprocessors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A launch's work in equal shares: units a tile, units in all, units a program, parts a tile may be in."""
+
+    units: int
+    n_units: int
+    per_program: int
+    n_parts: int
+
+    @property
+    def n_programs(self) -> int:
+        return -(-self.n_units // self.per_program)
+
+
+@functools.cache
+def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
+    """Shares of `n_rows` (padded) rows by `n_blocks` super-blocks for about `n_programs` programs."""
+    units = -(-n_blocks // config.KW)
+    n_tiles = n_rows // config.n_rows
+    per_program = -(-units * n_tiles // n_programs)
+    parts = max(((t + 1) * units - 1) // per_program - t * units // per_program + 1 for t in range(n_tiles))
+    return Cut(units, units * n_tiles, per_program, next(n for n in PART_COUNTS if n >= parts))
+
+
+def run(
+    launch: Launch, a: Activation, config: Config | None = None, pdl: bool = False, n_parts: int = 1
+) -> list[Tensor]:
+    """One launch of the narrow kernel: float32 [T, rows_i] for each of its weights. T: 1..16.
+
+    pdl: start before the previous kernel has ended and read weights meanwhile (capability 9.0 on). n_parts: compile
+    for at least so many parts a tile.
+    """
     from ggufspec.kernels.matmul.gluon import narrow, pair
-    from ggufspec.kernels.matmul.triton import add_parts
 
     config = config or launch.config
-    form, parts = repack.FORMS[launch.type_name], launch.parts
-    n_tokens, rows, n_blocks = a.rows.shape[0], launch.padded_rows, launch.n_super_blocks
-    total = sum(launch.n_rows)
-    n_iter = -(-n_blocks // (config.KW * config.n_split))
-    out = torch.empty((config.n_split, total * n_tokens), dtype=torch.float32, device=a.rows.device)
+    form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
+    n_tokens, device = a.rows.shape[0], a.rows.device
+    n_columns = 8 if n_tokens <= 8 else 16
+    share = cut(launch.padded_rows, launch.n_super_blocks, config, config.per_sm * _n_multiprocessors(device.index))
+    n_parts = max(n_parts, share.n_parts)
+    out = torch.empty(sum(launch.n_rows) * n_tokens, dtype=torch.float32, device=device)
+    n_partial = launch.padded_rows * n_parts * n_columns if n_parts > 1 else 1
+    partial = torch.empty(n_partial, dtype=torch.float32, device=device)
     power = launch.shift - 24
     minimum = 2.0**power if form.scale == "half_min" else -(2.0**power)
-    low = parts["low"]
     assert a.scale is not None
-    narrow[(rows // config.n_rows, config.n_split)](
+    narrow[(share.n_programs,)](
         low, parts.get("high", low), parts["scale"], parts.get("d", parts.get("min", low)),
-        a.rows, a.scale, out, launch.row_start, launch.row_width,
-        n_blocks, rows, n_tokens, out.stride(0), n_iter, 2.0**-power, pair(minimum), pair(-1024 * minimum),
-        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=8 if n_tokens <= 8 else 16,
-        KW=config.KW, WM=config.WM, MT=config.MT, ST=config.ST, num_warps=config.KW * config.WM,
+        a.rows, a.scale, out, launch.row_start, launch.row_width, partial, launch.arrived,
+        launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
+        2.0**-power, pair(minimum), pair(-1024 * minimum),
+        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=n_columns,
+        KW=config.KW, WM=config.WM, MT=config.MT, ST=config.ST, PARTS=n_parts, PDL=pdl,
+        num_warps=config.KW * config.WM, maxnreg=config.n_registers, launch_pdl=pdl,
     )  # fmt: skip
-    y = out[0] if config.n_split == 1 else add_parts(out)
-    return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, y.split([n * n_tokens for n in launch.n_rows]))]
+    sizes = [n * n_tokens for n in launch.n_rows]
+    return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]
 
 
 def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:

@@ -62,6 +62,13 @@ def shared_layout(KW, M, n, swizzle):
 
 
 @constexpr_function
+def rows_layout(KW, N):
+    """[KW, N, 256] float16 as eight pieces [KW, N, 32] of one step of K each, row by row."""
+    bases = [[0, 0, i] for i in _halvings(32)] + [[0, i, 0] for i in _halvings(N)] + [[i, 0, 0] for i in _halvings(KW)]
+    return gl.SharedLinearLayout(bases + [[0, 0, 32 * i] for i in _halvings(8)])
+
+
+@constexpr_function
 def constraints(n_out, n_in):
     return ",".join(["=r"] * n_out + ["r"] * n_in)
 
@@ -167,13 +174,12 @@ def eight_words(x):
 
 
 @gluon.jit
-def tile_pointers(base, first, rows, m0, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr, n: gl.constexpr, n_iter):
-    """Pointers [KW, M, n] to a tile's words in each warp's first super-block, and that block's number [KW, 1, 1]."""
+def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr, n: gl.constexpr):
+    """Pointers [KW, M, n] to the first M rows in super-blocks 0..KW-1, and those blocks' numbers [KW, 1, 1]."""
     kw = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, L))), 1, 2)
     m = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0, 2)
     j = expand(gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0, 1)
-    block = first + kw * n_iter
-    return base + ((block * rows + m0 + m) * n + j), block
+    return base + ((kw * rows + m) * n + j), kw
 
 
 @gluon.jit
@@ -253,29 +259,53 @@ def spread(x, zero):
 
 
 @gluon.jit
-def fetch(copies, at, i, n_iter, S, rows):
-    """Start the asynchronous copies of super-block i into stage `at`; past the end they fill with zeros."""
+def fetch_weights(copies, stage, tile, block, live, rows, S):
+    """Start the copies of a tile's rows in super-blocks block..block + KW - 1 into a stage; zeros past the end."""
     for k in gl.static_range(len(copies)):
-        shared, ptrs, block = copies[k]
-        async_copy.async_copy_global_to_shared(
-            shared.index(at), ptrs + i * (rows * shared.shape[3]), mask=(block + i < S) & (i < n_iter)
-        )
+        shared, ptrs, kw = copies[k]
+        offset = (block * rows + tile * shared.shape[2]) * shared.shape[3]
+        async_copy.async_copy_global_to_shared(shared.index(stage), ptrs + offset, mask=(kw + block < S) & live)
+
+
+@gluon.jit
+def fetch_rows(shared, ptrs, kw, inside, stage, block, live, S):
+    """Start the copy of those super-blocks' activations, float16 [KW, N, 256]; zeros past the last token and past K."""
+    mask = inside & (kw + block < S) & live
+    async_copy.async_copy_global_to_shared(shared.index(stage), ptrs + block * 256, mask=mask)
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["S", "T", "part_stride", "n_iter", "min_scale", "min_bias"])
+@gluon.jit
+def step(tile, block, KW: gl.constexpr, S):
+    """The next unit: further along K, or the next tile's first."""
+    wraps = block + KW >= S
+    return gl.where(wraps, tile + 1, tile), gl.where(wraps, 0, block + KW)
+
+
+@gluon.jit
+def wait_for_inputs():
+    """Programmatic dependent launch: let the next kernel start its prologue, then wait for the previous results."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias"])
 def narrow(
-    low, high, scale, extra, x, x_scale, out, row_start, row_width,
-    S, rows, T, part_stride, n_iter, out_scale, min_scale, min_bias,
-    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr,
-    N: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr,
+    low, high, scale, extra, x, x_scale, out, row_start, row_width, partial, arrived,
+    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias,
+    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
+    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One tile of M = 16 WM MT weight rows times T <= N tokens over one part of K.
+    """All weight rows times T <= N tokens: each program works through an equal share of (row tile, part of K) units.
 
     low, high, scale, extra: a form's arrays (extra: `d` or `min`). x: float16 [T, S * 256] in the arrays' column
     order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
-    row's weight and that weight's number of rows (0: a padding row). Program (i, z) takes row tile i and the z-th part
-    of K, and writes at out + z * part_stride. n_iter: super-blocks a warp works through.
+    row's weight and that weight's number of rows (0: a padding row).
+
+    A tile has M = 16 WM MT rows, a unit KW of its `units` runs of super-blocks; a program takes units
+    [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile's parts
+    (at most PARTS) go through `partial`, and the program that arrives last (`arrived`, one counter a tile, zero before
+    and after) adds them in the order of K. Nothing here depends on T, so neither does the order of a token's sums.
     """
     M: gl.constexpr = 16 * WM * MT
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
@@ -285,42 +315,59 @@ def narrow(
     LC: gl.constexpr = gl.SliceLayout(3, LE)
     W: gl.constexpr = 8 * LOW
     H: gl.constexpr = 8 * HIGH if HIGH else 8
-    m0 = gl.program_id(0) * M
-    z = gl.program_id(1)
-    first = z * KW * n_iter
+    program = gl.program_id(0)
+    start = program * per_program
+    stop = gl.minimum(start + per_program, n_units)
 
     LCW: gl.constexpr = copy_layout(KW, WM, MT, W, 4)
     LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
     LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
     LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
+    LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [KW, WM, 1], [2, 1, 0])
     w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, True))
     s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
-    copies = ((w_s,) + tile_pointers(low, first, rows, m0, LCW, KW, M, W, n_iter),)
-    copies = copies + ((s_s,) + tile_pointers(scale, first, rows, m0, LCS, KW, M, 4, n_iter),)
+    copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
+    copies = copies + ((s_s,) + tile_pointers(scale, rows, LCS, KW, M, 4),)
     if HIGH:
         h_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, H], shared_layout(KW, M, H, False))
-        copies = copies + ((h_s,) + tile_pointers(high, first, rows, m0, LCH, KW, M, H, n_iter),)
+        copies = copies + ((h_s,) + tile_pointers(high, rows, LCH, KW, M, H),)
     if SCALE == "int8":
         e_s = gl.allocate_shared_memory(gl.int16, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
-        copies = copies + ((e_s,) + tile_pointers(extra, first, rows, m0, LCD, KW, M, 1, n_iter),)
+        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCD, KW, M, 1),)
     if SCALE == "half_min":
         e_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
-        copies = copies + ((e_s,) + tile_pointers(extra, first, rows, m0, LCS, KW, M, 4, n_iter),)
+        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)
+    x_s = gl.allocate_shared_memory(gl.float16, [ST, KW, N, 256], rows_layout(KW, N))
+    kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
+    n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
+    k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
+    x_ptrs = x + (n_x * (S * 256) + kw_x * 256 + k_x)
 
-    kw_b = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LB))), 1, 2)
-    k_b = expand(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, LB))), 0, 2)
-    n_b = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(1, LB))), 0, 1)
-    # tokens past T read the last one again: no mask, and their sums are not stored
-    x_ptrs = x + (gl.minimum(n_b, T - 1) * (S * 256) + k_b)
-    b_block = first + kw_b * n_iter
+    tile = start // units
+    block = (start - tile * units) * KW
+    ahead_tile, ahead_block = tile, block
+    for i in gl.static_range(ST - 1):
+        fetch_weights(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
+        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+    if PDL:
+        wait_for_inputs()
+    inside = (n_x < T) & (k_x >= 0)
+    ahead_tile, ahead_block = tile, block
+    for i in gl.static_range(ST - 1):
+        fetch_rows(x_s, x_ptrs, kw_x, inside, i, ahead_block, start + i < stop, S)
+        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+
     zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
     acc = gl.zeros([KW, M, N], gl.float32, MMA)
-
-    for i in gl.static_range(ST - 1):
-        fetch(copies, i, i, n_iter, S, rows)
-    for i in range(n_iter):
+    at = 0
+    for unit in range(start, stop):
         async_copy.wait_group(ST - 2)
-        at = i % ST
+        # into the stage that the unit before this one has left
+        free = gl.where(at == 0, ST - 1, at - 1)
+        live = unit + (ST - 1) < stop
+        fetch_weights(copies, free, ahead_tile, ahead_block, live, rows, S)
+        fetch_rows(x_s, x_ptrs, kw_x, inside, free, ahead_block, live, S)
+        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
         words = load_words(w_s.index(at), LOW, KW, WM, MT, LC)
         high_words = words
         if HIGH:
@@ -332,11 +379,10 @@ def narrow(
             other = e_s.index(at).load(LC)
         else:
             other = own
-        fetch(copies, (i + ST - 1) % ST, i + ST - 1, n_iter, S, rows)
+        x_tiles = x_s.index(at)._reinterpret(gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
         scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
-        xb = x_ptrs + gl.minimum(b_block + i, S - 1) * 256
         for t in gl.static_range(8):
-            b = gl.load(xb + 32 * t)
+            b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
             s, s16, add = scales[t // 4] if SCALE == "int8" else scales[0]
             if LOW == 8:
                 a = gl.inline_asm_elementwise(
@@ -359,13 +405,31 @@ def narrow(
                 )  # fmt: skip
             a = gl.convert_layout(gl.reshape(a, [KW, M, 32]), LA, assert_trivial=True)
             acc = mma_v2(a, b, acc)
-
-    y = gl.sum(acc, 0)
-    LO: gl.constexpr = gl.SliceLayout(0, MMA)
-    m = m0 + gl.arange(0, M, gl.SliceLayout(1, LO))
-    n = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, LO)), 0)
-    width = gl.load(row_width + m)
-    start = gl.load(row_start + m)
-    y *= gl.expand_dims(gl.load(x_scale + gl.minimum(gl.arange(0, N, gl.SliceLayout(0, LO)), T - 1)), 0) * out_scale
-    offsets = gl.expand_dims(start * (T - 1) + m, 1) + n * gl.expand_dims(width, 1)
-    gl.store(out + z * part_stride + offsets, y, mask=(n < T) & (gl.expand_dims(width, 1) > 0))
+        at = gl.where(at == ST - 1, 0, at + 1)
+        if (unit + 1 == stop) | (block + KW >= S):
+            y = gl.sum(acc, 0)
+            acc = gl.zeros([KW, M, N], gl.float32, MMA)
+            LO: gl.constexpr = gl.SliceLayout(0, MMA)
+            m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
+            n = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, LO)), 0)
+            first = tile * units // per_program
+            n_parts = ((tile + 1) * units - 1) // per_program - first + 1
+            last = n_parts == 1
+            slots = partial + tile * (PARTS * M * N) + (n * M + m)
+            if n_parts > 1:
+                gl.store(slots + (program - first) * (M * N), y, mask=(n < T) & (m >= 0), cache_modifier=".cg")
+                gl.thread_barrier()
+                last = gl.atomic_add(arrived + tile, 1) == n_parts - 1
+                if last:
+                    gl.store(arrived + tile, 0)
+                    y = gl.load(slots, mask=(n < T) & (m >= 0), other=0.0, cache_modifier=".cg")
+                    for k in gl.static_range(1, PARTS):
+                        mine = (n < T) & (m >= 0) & (k < n_parts)
+                        y += gl.load(slots + k * (M * N), mask=mine, other=0.0, cache_modifier=".cg")
+            if last:
+                width = gl.load(row_width + tile * M + m)
+                begin = gl.load(row_start + tile * M + m)
+                y *= gl.load(x_scale + gl.minimum(n, T - 1)) * out_scale
+                offsets = begin * (T - 1) + (tile * M + m) + n * width
+                gl.store(out + offsets, y, mask=(n < T) & (width > 0))
+        tile, block = step(tile, block, KW, S)

@@ -42,20 +42,3 @@ def prepare(x: Tensor) -> Activation:
             x, rows, scale, n_columns, x.stride(0), width, size, num_warps=max(1, min(16, size // 1024))
         )
     return Activation(rows, n_columns, scale)
-
-
-@triton.jit
-def sum_parts(parts, out, n, part_stride, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """Elementwise sum of N_PARTS arrays in their order."""
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    total = tl.load(parts + at, mask=at < n, other=0.0)
-    for k in range(1, N_PARTS):
-        total += tl.load(parts + k * part_stride + at, mask=at < n, other=0.0)
-    tl.store(out + at, total, mask=at < n)
-
-
-def add_parts(parts: Tensor) -> Tensor:
-    """float32 [n_parts, n] to its sum over the first dimension, always in the same order."""
-    out = torch.empty(parts.shape[1], dtype=torch.float32, device=parts.device)
-    sum_parts[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), parts.stride(0), parts.shape[0], 1024)
-    return out

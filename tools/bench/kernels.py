@@ -6,6 +6,7 @@ and replayed. Times are medians; the copy rate (bytes read plus written) is meas
 
 import itertools
 import json
+import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -73,10 +74,17 @@ def graph_time_us(calls, n_replays: int = 7) -> float:
 
 def copy_rate() -> float:
     """Device-to-device copy, bytes read plus written, in GB/s."""
-    x = torch.randint(0, 1 << 30, (1 << 28,), dtype=torch.int32, device="cuda")
+    x = torch.randint(0, 1 << 30, (1 << 29,), dtype=torch.int32, device="cuda")
     y = torch.empty_like(x)
-    us = graph_time_us([lambda: y.copy_(x)] * 3)
-    return 2 * x.numel() * 4 / us / 1e3
+    times = []
+    for _ in range(20):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        y.copy_(x)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 2 * x.numel() * 4 / min(times) / 1e6
 
 
 def rotation(type_name: str, rows: int, columns: int) -> list[Launch]:
@@ -98,44 +106,54 @@ def activation(n_tokens: int, columns: int) -> Activation:
     return prepare(torch.randn(n_tokens, columns, device="cuda"))
 
 
-def time_launches(launches: list[Launch], a: Activation, config: Config) -> float:
-    return graph_time_us([lambda launch=launch: cuda.run(launch, a, config) for launch in launches])
+def time_launches(launches: list[Launch], a: Activation, config: Config, pdl: bool = False) -> float:
+    return graph_time_us([lambda launch=launch: cuda.run(launch, a, config, pdl) for launch in launches])
 
 
-def candidates() -> list[Config]:
-    """Configs worth trying: 2 to 8 warps, tiles of at most 64 rows."""
+def candidates(type_name: str) -> list[Config]:
+    """Configs worth trying: 8 to 24 warps on a multiprocessor, and stages that fill its shared memory."""
     out = []
-    for KW, WM, MT, ST in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2), (2, 3, 4)):
-        if 2 <= KW * WM <= 8 and 16 * WM * MT <= cuda.ROW_MULTIPLE:
-            out.append(Config(KW=KW, WM=WM, MT=MT, ST=ST))
+    layout = layouts.BY_NAME[type_name]
+    block_bytes = layout.n_bytes * repack.BLOCK // layout.n_elements
+    for KW, WM, MT, ST, per_sm in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2), (2, 3, 4), (1, 2, 3)):
+        config = Config(KW=KW, WM=WM, MT=MT, ST=ST, per_sm=per_sm)
+        stage = KW * (config.n_rows * block_bytes + 8 * 512)
+        warps = KW * WM
+        if not (4 <= warps <= 16 and 8 <= warps * per_sm <= 16 + 8 * (MT == 1) and 32 <= config.n_rows <= 128):
+            continue
+        if 80 << 10 <= ST * stage * per_sm <= 220 << 10:
+            out.append(config)
     return out
 
 
-def _compile(job: tuple[str, Config, tuple[int, ...]]) -> str | None:
+def _compile(job: tuple[str, Config, int]) -> str | None:
     """Compile one config on a tiny weight (in a worker process: the result goes through Triton's disk cache)."""
-    type_name, config, widths = job
+    type_name, config, n_parts = job
     try:
-        launch = cuda.fuse((random_weight(type_name, 64, 1024),)).launches[0]
-        for n_tokens in widths:
-            cuda.run(launch, activation(n_tokens, 1024), config)
+        launch = cuda.fuse((random_weight(type_name, cuda.ROW_MULTIPLE, repack.BLOCK),)).launches[0]
+        cuda.run(launch, activation(1, repack.BLOCK), config, n_parts=n_parts)
         torch.cuda.synchronize()
     except Exception as error:  # a config the card has no room for is left out of the search
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
 
 
-def compile_all(jobs, n_workers: int) -> dict:
-    import multiprocessing
-
+def compile_all(jobs: list, n_workers: int) -> dict:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_workers, mp_context=context) as pool:
         return dict(zip(jobs, tqdm(pool.map(_compile, jobs), total=len(jobs), desc="compile", mininterval=5)))
 
 
-def search(types: tuple[str, ...], n_workers: int, widths=(1, 8)) -> list[dict]:
+def search(types: tuple[str, ...], n_workers: int, widths: tuple[int, ...] = (1, 8)) -> list[dict]:
     """Time every candidate at every shape; a failing candidate is skipped and named."""
-    jobs = [(t, c, (1,)) for t in types for c in candidates()]
-    failed = {job: why for job, why in compile_all(jobs, n_workers).items() if why}
+
+    def job(type_name: str, n_rows: int, columns: int, config: Config) -> tuple[str, Config, int]:
+        padded = -(-n_rows // cuda.ROW_MULTIPLE) * cuda.ROW_MULTIPLE
+        n_programs = config.per_sm * torch.cuda.get_device_properties().multi_processor_count
+        return type_name, config, cuda.cut(padded, repack.n_super_blocks(columns), config, n_programs).n_parts
+
+    jobs = sorted({job(t, *shape, c) for t in types for shape in SHAPES[t].values() for c in candidates(t)}, key=str)
+    failed = {key: why for key, why in compile_all(jobs, n_workers).items() if why}
     for (type_name, config, _), why in failed.items():
         click.echo(f"skipped {type_name} {config}: {why}", err=True)
     rows = []
@@ -143,8 +161,8 @@ def search(types: tuple[str, ...], n_workers: int, widths=(1, 8)) -> list[dict]:
         for name, (n_rows, columns) in SHAPES[type_name].items():
             launches = rotation(type_name, n_rows, columns)
             acts = {w: activation(w, columns) for w in widths}
-            for config in tqdm(candidates(), desc=f"{type_name} {name}", mininterval=5):
-                if (type_name, config, (1,)) in failed:
+            for config in tqdm(candidates(type_name), desc=f"{type_name} {name}", mininterval=5):
+                if job(type_name, n_rows, columns, config) in failed:
                     continue
                 us = {w: time_launches(launches, acts[w], config) for w in widths}
                 rows.append({"type": type_name, "shape": name, "rows": n_rows, "columns": columns,
