@@ -112,9 +112,7 @@ class GGUFFile:
         if key in self.metadata and self.types[key].startswith("arr["):
             values: list[T] = self.get(key, list[kind])  # type: ignore[valid-type]
             if len(values) != n:
-                raise FileError(
-                    f"{self.path}: key {key!r} has {len(values)} entries, expected {n}, one a block"
-                )
+                raise FileError(f"{self.path}: key {key!r} has {len(values)} entries, expected {n}, one a block")
             return values
         if default is not _REQUIRED and key not in self.metadata:
             return [default] * n
@@ -135,9 +133,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     if n_shards > 1:
         shards = _shard_paths(path, _checked(header, path, "split.no", "u16"), n_shards)
         tensors, maps = _join_shards(shards, header, data)
-    return GGUFFile(
-        path, shards, header.version, header.alignment, header.metadata, header.types, tensors, maps
-    )
+    return GGUFFile(path, shards, header.version, header.alignment, header.metadata, header.types, tensors, maps)
 
 
 def _open_one(path: Path) -> tuple[mmap.mmap, Header]:
@@ -192,9 +188,7 @@ def _join_shards(
         maps.append(data)
     total = _checked(first, paths[0], "split.tensors.count", "i32", len(tensors))
     if total != len(tensors):
-        raise FileError(
-            f"{paths[0]}: key 'split.tensors.count' is {total}, expected the {len(tensors)} of all shards"
-        )
+        raise FileError(f"{paths[0]}: key 'split.tensors.count' is {total}, expected the {len(tensors)} of all shards")
     return tensors, tuple(maps)
 
 

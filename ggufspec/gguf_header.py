@@ -310,9 +310,7 @@ def _value(cursor: _Cursor, what: str) -> tuple[str, Any]:
     smallest = 8 if element is STRING else element.n_bytes
     if count > MAX_ITEMS or count * smallest > cursor.size - cursor.position:
         left = cursor.size - cursor.position
-        cursor.fail(
-            what, f"has {count} elements of type {element.name}, expected no more than fit {left} bytes"
-        )
+        cursor.fail(what, f"has {count} elements of type {element.name}, expected no more than fit {left} bytes")
     name = f"arr[{element.name}]"
     if element is STRING:
         return name, cursor.strings(count, what)
@@ -381,9 +379,7 @@ def _place_tensors(
             n_bytes, is_exact = max(0, following - offset), False
         start = data_start + offset
         if start + n_bytes > cursor.size:
-            cursor.fail(
-                what, f"ends at byte {start + n_bytes}, expected at most {cursor.size}, the file's size"
-            )
+            cursor.fail(what, f"ends at byte {start + n_bytes}, expected at most {cursor.size}, the file's size")
         tensors.append(TensorInfo(name, shape, type_id, start, n_bytes))
         end = _pad(offset + n_bytes, alignment)
     return tensors

@@ -21,8 +21,8 @@ MAX_ITEMS, MAX_TEXT = 8, 100  # what is shown of an array and of a text without 
 def command(file: str, as_json: bool, full: bool, tensors: bool) -> None:
     """Show the metadata and tensors of FILE, a GGUF file or the first shard of a split one.
 
-    Nothing but the header is read. Shapes are in row-major order: the last number is the length of a row. Files
-    with tensor types that can't be run are shown as well.
+    Nothing but the header is read. Shapes are in row-major order: the last number is the length of a row.
+    Files with tensor types that can't be run are shown as well.
     """
     opened = open_gguf(file)
     if as_json:
@@ -41,7 +41,9 @@ def command(file: str, as_json: bool, full: bool, tensors: bool) -> None:
 
 
 def as_object(file: GGUFFile) -> dict[str, Any]:
-    """Everything `--json` prints. Numbers that JSON has no form for become the texts NaN, Infinity, -Infinity."""
+    """Everything `--json` prints. Numbers that JSON has no form for become the texts NaN, Infinity,
+    -Infinity.
+    """
     n_parameters = sum(tensor.n_elements for tensor in file.tensors.values())
     return {
         "path": str(file.path),
