@@ -138,11 +138,3 @@ class FakeEngine:
     def erase_slot(self, slot):
         n, self.slots[slot].n_past = self.slots[slot].n_past, 0
         return n
-
-
-class FakeChat:
-    source = "fake"
-    capabilities = {}
-
-    def render(self, messages):
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"

@@ -8,8 +8,9 @@ import time
 from dataclasses import replace
 
 import httpx
-from fake_engine import FakeChat, FakeEngine
+from fake_engine import FakeEngine
 
+from ggufspec.chat import load_templates
 from ggufspec.sampling import SamplingParams
 from ggufspec.tools.server.app import Server
 from ggufspec.tools.server.fields import Task
@@ -20,13 +21,13 @@ from ggufspec.tools.settings import Settings
 def fake_loaded(engine):
     task = Task(sampling=SamplingParams())
     info = ModelInfo("fake.gguf", "F32", 512, engine.tokenizer.n_vocab, 8, 100, 400)
-    return Loaded(engine, engine.tokenizer, FakeChat(), info, task)
+    return Loaded(engine, engine.tokenizer, load_templates({}), info, task)
 
 
 @contextlib.contextmanager
-def serve(load, **options):
+def serve(load, settings=None, **options):
     """`load()` gives a Loaded; `options` are fields of ServerSettings. Yields (address, server)."""
-    settings = Settings()
+    settings = settings or Settings()
     settings = replace(settings, server=replace(settings.server, port=0, **options))
     ready = threading.Event()
     found: list[str] = []

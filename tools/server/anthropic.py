@@ -9,8 +9,10 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from ggufspec.chat_parse import Delta
+
 from .answer import Answer, Step
-from .chat import ChatPrompt, Delta, read_chat
+from .chat import ChatPrompt, read_chat
 from .errors import ApiError, parse_object
 from .native import run_completion
 from .respond import Chunk, JsonResponse
@@ -136,7 +138,7 @@ class MessagesForm:
         self.state = state
         self.chat = chat
         self.stream = chat.task.stream
-        self.output = chat.new_output()
+        self.output = chat.new_parser()
         self.id = f"chatcmpl-{random_id()}"
         self._begun = False
         self._open: str | None = None  # kind of the open block, "tool3" for the fourth call
@@ -147,7 +149,7 @@ class MessagesForm:
 
     def delta(self, answer: Answer, step: Step) -> Iterable[Chunk]:
         yield from self._begin(answer)
-        for delta in self.output.push(step.text):
+        for delta in self.output.feed(step.text):
             yield from self._block(delta)
 
     def _begin(self, answer: Answer) -> Iterable[Chunk]:
@@ -158,14 +160,15 @@ class MessagesForm:
         yield _event("message_start", message=message)
 
     def _block(self, delta: Delta) -> Iterable[Chunk]:
-        name = f"tool{delta.index}" if delta.kind == "tool" else delta.kind
+        name = block_name(delta)
         if name != self._open:
             yield from self._close()
             self._open = name
             self._index += 1
             yield _event("content_block_start", index=self._index, content_block=_empty_block(delta))
-        if delta.text:
-            yield _event("content_block_delta", index=self._index, delta=_block_delta(delta))
+        change = _block_delta(delta)
+        if change is not None:
+            yield _event("content_block_delta", index=self._index, delta=change)
 
     def _close(self) -> Iterable[Chunk]:
         if self._open is None:
@@ -178,7 +181,7 @@ class MessagesForm:
 
     def last(self, answer: Answer) -> Iterable[Chunk]:
         yield from self._begin(answer)
-        for delta in self.output.finish(answer):
+        for delta in self.output.finish():
             yield from self._block(delta)
         yield from self._close()
         stop = {"stop_reason": self._stop_reason(answer), "stop_sequence": answer.stopping_word or None}
@@ -190,12 +193,12 @@ class MessagesForm:
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         (answer,) = answers
-        self.output.push(answer.text)
-        self.output.finish(answer)
+        self.output.feed(answer.text)
+        self.output.finish()
         message = self.output.message
         blocks: list[dict[str, Any]] = []
-        if message.reasoning:
-            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        if message.reasoning_content:
+            blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
         if message.content:
             blocks.append({"type": "text", "text": self.chat.prefill + message.content})
         for call in message.tool_calls:
@@ -232,20 +235,26 @@ def _event(name: str, **data: Any) -> Chunk:
     return (name, {"type": name, **data})
 
 
+def block_name(delta: Delta) -> str:
+    """What a delta belongs to: "reasoning", "content", or "tool3" for the fourth call."""
+    if delta.index is not None:
+        return f"tool{delta.index}"
+    return "reasoning" if delta.reasoning_content else "content"
+
+
 def _empty_block(delta: Delta) -> dict[str, Any]:
-    if delta.kind == "reasoning":
-        return {"type": "thinking", "thinking": ""}
-    if delta.kind == "content":
-        return {"type": "text", "text": ""}
-    return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    if delta.index is not None:
+        return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    return {"type": "thinking", "thinking": ""} if delta.reasoning_content else {"type": "text", "text": ""}
 
 
-def _block_delta(delta: Delta) -> dict[str, Any]:
-    if delta.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": delta.text}
-    if delta.kind == "content":
-        return {"type": "text_delta", "text": delta.text}
-    return {"type": "input_json_delta", "partial_json": delta.text}
+def _block_delta(delta: Delta) -> dict[str, Any] | None:
+    """None for the first piece of a call when it has no arguments yet."""
+    if delta.index is not None:
+        return {"type": "input_json_delta", "partial_json": delta.arguments} if delta.arguments else None
+    if delta.reasoning_content:
+        return {"type": "thinking_delta", "thinking": delta.reasoning_content}
+    return {"type": "text_delta", "text": delta.content}
 
 
 def _input(arguments: str) -> Any:

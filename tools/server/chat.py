@@ -1,115 +1,249 @@
-"""A chat request: checked as llama-server checks it, rendered by the template, its output parsed into parts.
+"""A chat request: checked as llama-server checks it, rendered by the template, its answer's parser and grammar chosen.
 
 The three chat APIs meet here: each turns its body into a chat-completion body first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass
 from typing import Any
 
-from .answer import Answer
-from .errors import ApiError
-from .fields import Task
+from ggufspec.chat import ChatTemplate, preserve_variables
+from ggufspec.chat_calls import detect_format
+from ggufspec.chat_grammar import ChatGrammar, schema_grammar, tool_grammar
+from ggufspec.chat_parse import ChatParser
+from ggufspec.grammar import GrammarSpec, Trigger
+
+from .chat_messages import Prefill, check_messages, clean, split_prefill
+from .errors import ApiError, type_error, type_name
+from .fields import Field, Task
 from .native import set_grammar
 from .state import ServerState
 
-
-@dataclass
-class Delta:
-    """What became visible: a piece of reasoning, of content, or of a tool call's arguments."""
-
-    kind: str  # "reasoning", "content", "tool"
-    text: str = ""
-    index: int = 0  # of the tool call
-    id: str = ""  # only in a call's first delta
-    name: str = ""
-
-
-@dataclass
-class ToolCall:
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass
-class Message:
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-
-class Output:
-    """The text of one answer as parts, parsed anew as it grows; `push` and `finish` give the difference."""
-
-    def __init__(self) -> None:
-        self.message = Message()
-
-    def push(self, text: str) -> list[Delta]:
-        self.message.content += text
-        return [Delta("content", text)] if text else []
-
-    def finish(self, answer: Answer) -> list[Delta]:
-        return []
+DEFAULT_TOP_LOGPROBS = 20
 
 
 @dataclass
 class ChatPrompt:
+    """A rendered request; `text` ends with what the answer continues."""
+
     task: Task
     text: str
     tokens: list[int]
-    prefill: str = ""  # text of a trailing assistant message: the answer begins with it
+    prefill: str  # content of a trailing assistant message: the whole answer begins with it
+    thinking: tuple[str, str] | None
+    call_format: str | None
+    tools: list[dict[str, Any]]
 
-    def new_output(self) -> Output:
-        return Output()
+    def new_parser(self) -> ChatParser:
+        """A parser for one answer."""
+        return ChatParser(
+            self.thinking,
+            self.call_format,
+            self.tools,
+            self.task.reasoning_format,
+            self.task.generation_prompt,
+        )
+
+
+@dataclass
+class ToolUse:
+    """`tools`, `tool_choice` and `parallel_tool_calls` of a request."""
+
+    tools: list[dict[str, Any]]
+    choice: str = "auto"  # "auto", "none", "required"
+    only: str | None = None  # the function that `tool_choice` names
+    parallel: bool | None = None
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """What the answer may call."""
+        if self.choice == "none":
+            return []
+        return [tool for tool in self.tools if self.only in (None, tool["function"]["name"])]
 
 
 def read_chat(state: ServerState, body: dict[str, Any]) -> ChatPrompt:
+    settings = state.settings.chat
     messages = check_messages(body)
-    task = state.reader.read(body)
+    use = read_tools(body, settings.jinja)
+    schema = read_schema(body)
+    check_constraints(body, use, schema)
+    task = state.reader.read(_with_logprobs(body, bool(use.tools)))
+    prefill = split_prefill(messages, body, settings.prefill_assistant)
+    template = state.model.chat.pick(bool(use.tools))
+    variables = template_variables(state, template, body, prefill)
+    wants_prompt = prefill is not None or body.get("add_generation_prompt", True) is not False
+    shown = clean(messages if prefill is None else messages[:-1], template.capabilities, template.typed_only)
+    bare = template.render(shown, use.tools, False, **variables)
+    text = template.render(shown, use.tools, True, **variables) if wants_prompt else bare
+    task.generation_prompt = text[len(bare) :] if text.startswith(bare) else ""
+    text = _without_marks(text, state) + (prefill.text if prefill is not None else "")
+    tags = None if settings.skip_parsing else template.thinking_tags
+    call_format = detect_format(template.source) if use.callable and not settings.skip_parsing else None
+    task.chat_format = call_format or "Content-only"
     set_grammar(state, task, body)
-    text = state.model.chat.render(messages)
-    tokens = state.model.tokenizer.encode(text, add_special=True, parse_special=True)
-    return ChatPrompt(task, text, tokens)
+    chosen = choose_grammar(use, schema, call_format, template, _open_end(tags, task.generation_prompt))
+    if chosen is not None:
+        task.grammar, task.grammar_text = chosen, chosen.text
+        task.grammar_lazy = chosen.lazy
+        task.grammar_triggers = [{"type": trigger.kind, "value": trigger.value} for trigger in chosen.triggers]
+    return ChatPrompt(
+        task,
+        text,
+        state.model.tokenizer.encode(text, add_special=True, parse_special=True),
+        prefill.text if prefill is not None and not prefill.is_reasoning else "",
+        tags,
+        call_format,
+        use.callable if call_format else [],
+    )
 
 
-def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    if "messages" not in body:
-        raise ApiError("'messages' is required")
-    messages = body["messages"]
-    if not isinstance(messages, list):
-        raise ApiError("Expected 'messages' to be an array")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise ApiError("All non-assistant messages must contain 'content'")
-        role = message.get("role")
-        if role != "assistant" and "content" not in message:
-            raise ApiError("All non-assistant messages must contain 'content'")
-        if role == "assistant" and message.get("content") is None and "tool_calls" not in message:
-            raise ApiError("Assistant message must contain either 'content' or 'tool_calls'!")
-        if not isinstance(role, str):
-            raise ApiError(f"Failed to parse messages: Missing 'role' in message: {message}")
-        content = message.get("content")
-        if content is None or isinstance(content, str):
-            continue
-        if not isinstance(content, list):
-            raise ApiError("Expected 'content' to be a string or an array")
-        for part in content:
-            _check_part(part)
-    return messages
+# -- tools and schemas ---------------------------------------------------------------------------------------------
 
 
-_MEDIA = {"image_url": "image", "input_audio": "audio", "input_video": "video", "video_url": "video"}
+def read_tools(body: dict[str, Any], jinja: bool) -> ToolUse:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise ApiError(f"Failed to parse tools: Expected 'tools' to be an array, got {json.dumps(tools)}")
+    for tool in tools:
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise ApiError(f"Failed to parse tools: Unsupported tool type: {json.dumps(tool, ensure_ascii=False)}")
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError("Failed to parse tools: [json.exception.out_of_range.403] key 'name' not found")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise ApiError(f"Failed to parse tools: {type_error('object', function['parameters'])}")
+    if tools and not jinja:
+        raise ApiError("tools param requires --jinja flag")
+    use = ToolUse(tools)
+    choice = body.get("tool_choice", "auto")
+    if isinstance(choice, dict):
+        use.only = _named(choice, tools)
+        use.choice = "required"
+    elif choice in ("auto", "none", "required"):
+        use.choice = choice
+    else:
+        raise ApiError(f"Invalid tool_choice: {choice}")
+    if body.get("parallel_tool_calls") is not None:
+        use.parallel = Field("parallel_tool_calls", "bool").read(body["parallel_tool_calls"])
+    return use
 
 
-def _check_part(part: Any) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in _MEDIA:
-        raise ApiError(
-            f"{_MEDIA[kind]} input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
-        )
-    if kind != "text":
-        raise ApiError("unsupported content[].type")
-    if not isinstance(part.get("text"), str):
-        raise ApiError("Failed to parse messages: [json.exception.out_of_range.403] key 'text' not found")
+def _named(choice: dict[str, Any], tools: list[dict[str, Any]]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    known = [tool["function"]["name"] for tool in tools]
+    if name not in known:
+        raise ApiError(f"tool_choice names the function {name!r}; the tools are: {', '.join(known) or 'none'}")
+    return name
+
+
+def read_schema(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema the answer must follow: `json_schema`, or that of `response_format`; {} is any object."""
+    schema = body.get("json_schema")
+    form = body.get("response_format")
+    if isinstance(form, dict):
+        kind = form.get("type")
+        if kind == "json_object":
+            schema = form.get("schema") or {"type": "object"}
+        elif kind == "json_schema":
+            wrapped = form.get("json_schema")
+            schema = (wrapped.get("schema") if isinstance(wrapped, dict) else None) or {"type": "object"}
+        elif kind not in (None, "text"):
+            raise ApiError(f'response_format type must be one of "text" or "json_object", but got: {kind}')
+    if schema is not None and not isinstance(schema, dict):
+        raise ApiError(f"the JSON schema must be an object, but is {type_name(schema)}")
+    return {"type": "object"} if schema == {} else schema
+
+
+def check_constraints(body: dict[str, Any], use: ToolUse, schema: dict[str, Any] | None) -> None:
+    has_grammar = isinstance(body.get("grammar"), str) and body["grammar"] != ""
+    if has_grammar and use.tools:
+        raise ApiError("Cannot use custom grammar constraints with tools.")
+    if has_grammar and schema is not None:
+        raise ApiError("Cannot use both json_schema and grammar")
+    if schema is not None and use.callable:
+        raise ApiError("response_format and tools cannot be used together, unless tool_choice is none")
+
+
+def _with_logprobs(body: dict[str, Any], with_tools: bool) -> dict[str, Any]:
+    """OpenAI's `logprobs` (a flag) and `top_logprobs` as this server's `n_probs`."""
+    wants = body.get("logprobs")
+    if wants is True:
+        if with_tools and body.get("stream"):
+            raise ApiError("logprobs is not supported with tools + stream")
+        return body | {"n_probs": body.get("top_logprobs", DEFAULT_TOP_LOGPROBS)}
+    if "top_logprobs" in body and not wants:
+        raise ApiError("top_logprobs requires logprobs to be set to true")
+    return body
+
+
+def choose_grammar(
+    use: ToolUse,
+    schema: dict[str, Any] | None,
+    call_format: str | None,
+    template: ChatTemplate,
+    thinking_end: str,
+) -> GrammarSpec | None:
+    """None: the answer is free (or the request's own grammar holds)."""
+    if schema is not None:
+        if not thinking_end:
+            return GrammarSpec("json_schema", json.dumps(schema))
+        return _spec(schema_grammar(schema, thinking_end))
+    if not use.callable or call_format is None:
+        return None
+    parallel = use.parallel if use.parallel is not None else template.capabilities.supports_parallel_tool_calls
+    return _spec(tool_grammar(call_format, use.callable, use.choice == "required", parallel, thinking_end))
+
+
+def _spec(grammar: ChatGrammar) -> GrammarSpec:
+    return GrammarSpec("lark", grammar.lark, grammar.lazy, tuple(Trigger("word", word) for word in grammar.triggers))
+
+
+# -- rendering -----------------------------------------------------------------------------------------------------
+
+
+def template_variables(
+    state: ServerState, template: ChatTemplate, body: dict[str, Any], prefill: Prefill | None
+) -> dict[str, Any]:
+    """What a template sees beside messages and tools; the request's kwargs win over the command line's."""
+    settings = state.settings.chat
+    thinking = {"on": True, "off": False}.get(settings.reasoning, template.thinking_tags is not None)
+    variables: dict[str, Any] = {"enable_thinking": thinking, **settings.template_kwargs}
+    effort = body.get("reasoning_effort", settings.reasoning_effort)
+    if isinstance(effort, str):
+        if effort == "none":
+            variables["enable_thinking"] = False
+        else:
+            variables |= {"reasoning_effort": effort, "reasoning_strength": effort}
+    kwargs = body.get("chat_template_kwargs")
+    if isinstance(kwargs, dict):
+        given = kwargs.get("enable_thinking")
+        if given is not None and not isinstance(given, bool):
+            raise ApiError(f'invalid type for "enable_thinking" (expected boolean, got {type_name(given)})')
+        variables |= kwargs
+    if prefill is not None:
+        variables["enable_thinking"] = prefill.is_reasoning
+    keep = variables.pop("preserve_reasoning", settings.reasoning_preserve)
+    return preserve_variables(bool(keep)) | variables
+
+
+def _without_marks(text: str, state: ServerState) -> str:
+    """The vocabulary adds BOS (and EOS) itself: one that the template wrote would be a second."""
+    tokenizer = state.model.tokenizer
+    bos, eos = tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos)
+    if tokenizer.add_bos and bos:
+        text = text.removeprefix(bos)
+    if tokenizer.add_eos and eos:
+        text = text.removesuffix(eos)
+    return text
+
+
+def _open_end(tags: tuple[str, str] | None, generation_prompt: str) -> str:
+    """The end mark of thoughts that the prompt has opened, else ""."""
+    if tags is None:
+        return ""
+    at = generation_prompt.rfind(tags[0])
+    return tags[1] if at >= 0 and tags[1] not in generation_prompt[at:] else ""

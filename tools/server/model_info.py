@@ -35,14 +35,16 @@ async def props(http: HttpRequest, state: ServerState) -> Response:
         "endpoint_metrics": config.metrics,
         "ui": config.ui,
         "ui_settings": config.ui_settings,
-        "chat_template": model.chat.source,
-        "chat_template_caps": model.chat.capabilities,
+        "chat_template": model.chat.default.source,
+        "chat_template_caps": vars(model.chat.default.capabilities),
         "bos_token": tokenizer.text(tokenizer.bos),
         "eos_token": tokenizer.text(tokenizer.eos),
         "build_info": BUILD_INFO,
         "is_sleeping": False,
         "cors_proxy_enabled": False,
     }
+    if model.chat.tool_use is not None:
+        out["chat_template_tool_use"] = model.chat.tool_use.source
     return JsonResponse(out)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from ggufspec.chat_parse import Delta
+
 from .answer import Answer, Step, usage
-from .chat import ChatPrompt, Delta, read_chat
+from .chat import ChatPrompt, read_chat
 from .errors import ApiError, parse_object
 from .fields import Task
 from .native import final, run_completion, set_grammar
@@ -111,7 +113,7 @@ class ChatForm(_Envelope):
     def __init__(self, state: ServerState, task: Task, chat: ChatPrompt, n_answers: int):
         super().__init__(state, task, "chat.completion.chunk" if task.stream else "chat.completion")
         self.chat = chat
-        self.outputs = [chat.new_output() for _ in range(n_answers)]
+        self.outputs = [chat.new_parser() for _ in range(n_answers)]
         self._begun = [False] * n_answers
         self._probs: list[list[dict[str, Any]]] = [[] for _ in range(n_answers)]
 
@@ -129,7 +131,7 @@ class ChatForm(_Envelope):
         yield from self._begin(answer)
         probs = self._probs[answer.index]
         probs += step.probs
-        yield from self._deltas(answer, self.outputs[answer.index].push(step.text))
+        yield from self._deltas(answer, self.outputs[answer.index].feed(step.text))
 
     def _begin(self, answer: Answer) -> Iterable[Chunk]:
         if not self._begun[answer.index]:
@@ -139,7 +141,7 @@ class ChatForm(_Envelope):
     def _deltas(self, answer: Answer, deltas: Sequence[Delta]) -> Iterable[Chunk]:
         probs = self._probs[answer.index]
         for i, delta in enumerate(deltas):
-            chunk = self._chunk(answer, delta_json(delta), timed=True)
+            chunk = self._chunk(answer, delta.as_openai(), timed=True)
             if probs and i == len(deltas) - 1:  # all tokens since the last visible change
                 chunk["choices"][0]["logprobs"] = {"content": list(probs)}
                 probs.clear()
@@ -148,7 +150,7 @@ class ChatForm(_Envelope):
     def last(self, answer: Answer) -> Iterable[Chunk]:
         yield from self._begin(answer)
         output = self.outputs[answer.index]
-        yield from self._deltas(answer, output.finish(answer))
+        yield from self._deltas(answer, output.finish())
         chunk = self._chunk(answer, {}, finish_reason(answer, output.message.tool_calls))
         probs = self._probs[answer.index]
         if probs:
@@ -176,18 +178,12 @@ class ChatForm(_Envelope):
         choices = []
         for answer in answers:
             output = self.outputs[answer.index]
-            output.push(answer.text)
-            output.finish(answer)
-            message = output.message
-            out: dict[str, Any] = {"role": "assistant", "content": self.chat.prefill + message.content}
-            if message.reasoning:
-                out["reasoning_content"] = message.reasoning
-            if message.tool_calls:
-                out["tool_calls"] = [
-                    {"type": "function", "function": {"name": c.name, "arguments": c.arguments}, "id": c.id}
-                    for c in message.tool_calls
-                ]
-            choice = {"finish_reason": finish_reason(answer, message.tool_calls), "index": answer.index, "message": out}
+            output.feed(answer.text)
+            output.finish()
+            message = output.message.as_openai()
+            message["content"] = self.chat.prefill + message["content"]
+            reason = finish_reason(answer, output.message.tool_calls)
+            choice = {"finish_reason": reason, "index": answer.index, "message": message}
             if answer.probs:
                 choice["logprobs"] = {"content": answer.probs}
             choices.append(choice)
@@ -200,20 +196,6 @@ _ROLE = {"role": "assistant", "content": None}
 
 def finish_reason(answer: Answer, tool_calls: Sequence[Any]) -> str:
     return "tool_calls" if tool_calls and answer.finish_reason == "stop" else answer.finish_reason
-
-
-def delta_json(delta: Delta) -> dict[str, Any]:
-    if delta.kind == "reasoning":
-        return {"reasoning_content": delta.text}
-    if delta.kind == "content":
-        return {"content": delta.text}
-    call: dict[str, Any] = {"index": delta.index}
-    function: dict[str, Any] = {}
-    if delta.id:
-        call |= {"id": delta.id, "type": "function"}
-        function["name"] = delta.name
-    function["arguments"] = delta.text
-    return {"tool_calls": [call | {"function": function}]}
 
 
 async def chat_completions(http: HttpRequest, state: ServerState) -> Response:

@@ -9,8 +9,11 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from ggufspec.chat_parse import Delta, ParsedMessage, ToolCall
+
 from .answer import Answer, Step
-from .chat import ChatPrompt, Delta, Message, ToolCall, read_chat
+from .anthropic import block_name
+from .chat import ChatPrompt, read_chat
 from .errors import ApiError, parse_object
 from .native import run_completion
 from .respond import Chunk, JsonResponse
@@ -121,14 +124,14 @@ class ResponsesForm:
         self.state = state
         self.chat = chat
         self.stream = chat.task.stream
-        self.output = chat.new_output()
+        self.output = chat.new_parser()
         self.created = int(time.time())
         self.response_id = f"resp_{random_id()}"
         self.reasoning_id = f"rs_{random_id()}"
         self.message_id = f"msg_{random_id()}"
         self._begun = False
         self._open: str | None = None
-        self._call = ToolCall("", "", "")
+        self._call = ToolCall("", "")
         self._so_far = ""  # text of the open item
         self._items: list[dict[str, Any]] = []
 
@@ -154,31 +157,32 @@ class ResponsesForm:
 
     def delta(self, answer: Answer, step: Step) -> Iterable[Chunk]:
         yield from self._begin()
-        for delta in self.output.push(step.text):
+        for delta in self.output.feed(step.text):
             yield from self._change(delta)
 
     def _change(self, delta: Delta) -> Iterable[Chunk]:
-        name = f"tool{delta.index}" if delta.kind == "tool" else delta.kind
+        name = block_name(delta)
         if name != self._open:
             yield from self._close()
             self._open, self._so_far = name, ""
             yield from self._start(delta)
-        self._so_far += delta.text
-        if not delta.text:
+        text = delta.arguments or delta.reasoning_content or delta.content
+        self._so_far += text
+        if not text:
             return
-        if delta.kind == "tool":
+        if delta.index is not None:
             item_id = f"fc_{self._call.id}"
-            yield _event("response.function_call_arguments.delta", item_id=item_id, delta=delta.text)
-        elif delta.kind == "reasoning":
-            yield _event("response.reasoning_text.delta", item_id=self.reasoning_id, delta=delta.text)
+            yield _event("response.function_call_arguments.delta", item_id=item_id, delta=text)
+        elif delta.reasoning_content:
+            yield _event("response.reasoning_text.delta", item_id=self.reasoning_id, delta=text)
         else:
-            yield _event("response.output_text.delta", item_id=self.message_id, delta=delta.text)
+            yield _event("response.output_text.delta", item_id=self.message_id, delta=text)
 
     def _start(self, delta: Delta) -> Iterable[Chunk]:
-        if delta.kind == "tool":
-            self._call = ToolCall(delta.id, delta.name, "")
+        if delta.index is not None:
+            self._call = ToolCall(delta.id or "", delta.name or "")
             yield _event("response.output_item.added", item=call_item(self._call, "in_progress"))
-        elif delta.kind == "reasoning":
+        elif delta.reasoning_content:
             item = reasoning_item(self.reasoning_id, "", "in_progress")
             yield _event("response.output_item.added", item=item)
         else:
@@ -208,7 +212,7 @@ class ResponsesForm:
 
     def last(self, answer: Answer) -> Iterable[Chunk]:
         yield from self._begin()
-        for delta in self.output.finish(answer):
+        for delta in self.output.finish():
             yield from self._change(delta)
         yield from self._close()
         response = {
@@ -232,8 +236,8 @@ class ResponsesForm:
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         (answer,) = answers
-        self.output.push(answer.text)
-        self.output.finish(answer)
+        self.output.feed(answer.text)
+        self.output.finish()
         message = self.output.message
         return {
             "completed_at": int(time.time()),
@@ -246,10 +250,10 @@ class ResponsesForm:
             "usage": usage(answer),
         }
 
-    def _output(self, message: Message) -> list[dict[str, Any]]:
+    def _output(self, message: ParsedMessage) -> list[dict[str, Any]]:
         items = []
-        if message.reasoning:
-            items.append(reasoning_item(self.reasoning_id, message.reasoning))
+        if message.reasoning_content:
+            items.append(reasoning_item(self.reasoning_id, message.reasoning_content))
         if message.content:
             items.append(message_item(self.message_id, self.chat.prefill + message.content))
         return items + [call_item(call) for call in message.tool_calls]

@@ -1,0 +1,76 @@
+"""The same requests to this server and to llama.cpp's: same status, keys, texts and counts."""
+
+import httpx
+import pytest
+from peer import Peer
+from real import serve_model
+from table import TABLE, Row, chunks_of, differences, folded
+
+from ggufspec.bundled import target_path
+
+pytestmark = pytest.mark.peer
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    ours = tmp_path_factory.mktemp("ours")
+    theirs = tmp_path_factory.mktemp("theirs")
+    params = {
+        "endpoint_metrics": True,
+        "model_alias": ["tiny"],
+        "slot_save_path": f"{theirs}/",
+        "speculative.types": [],
+    }
+    with Peer(target_path(), n_ctx=1024, n_parallel=2, type_k="f16", params=params) as peer:
+        with httpx.Client(base_url=peer.address, timeout=120) as their_client:
+            argv = ("-c", "2048", "-np", "2", "--alias", "tiny", "--metrics", "--slot-save-path", str(ours))
+            with serve_model(*argv, "--device", "none") as our_client:
+                yield our_client, their_client
+
+
+def send(client: httpx.Client, row: Row) -> httpx.Response:
+    if row.body is None:
+        return client.get(row.path)
+    if isinstance(row.body, bytes):
+        return client.post(row.path, content=row.body)
+    return client.post(row.path, json=row.body)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_same_answer(both, row):
+    ours, theirs = (send(client, row) for client in both)
+    expected = row.status or (theirs.status_code, theirs.status_code)
+    assert (theirs.status_code, ours.status_code) == expected, ours.text[:500]
+    assert ours.headers["content-type"] == theirs.headers["content-type"]
+    if theirs.headers["content-type"] == "text/event-stream":
+        assert differences(folded(chunks_of(ours.text)), folded(chunks_of(theirs.text)), row) == []
+        return
+    if theirs.status_code >= 400:
+        compare_errors(ours.json(), theirs.json(), row)
+        return
+    assert differences(ours.json(), theirs.json(), row) == []
+
+
+def compare_errors(ours, theirs, row):
+    assert ours["error"].keys() == theirs["error"].keys()
+    if row.status is None:
+        assert ours["error"].get("type") == theirs["error"].get("type")
+        for key in ("n_prompt_tokens", "n_ctx"):
+            assert ours["error"].get(key) == theirs["error"].get(key)
+    # the message begins the same way; llama.cpp's own parser's words follow
+    n = min(24, len(theirs["error"]["message"]))
+    if row.status is None and row.name != "responses previous":
+        assert ours["error"]["message"][:n] == theirs["error"]["message"][:n]
+
+
+def test_the_table_is_long_enough():
+    assert len(TABLE) >= 60 and len({row.name for row in TABLE}) == len(TABLE)
+
+
+def test_metrics_names(both):
+    def names(client):
+        return {line.split("{")[0].split(" ")[0] for line in client.get("/metrics").text.splitlines() if line[0] != "#"}
+
+    ours, theirs = map(names, both)
+    assert theirs <= ours
+    assert all(name.startswith("ggufspec:") for name in ours - theirs)

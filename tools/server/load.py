@@ -1,0 +1,82 @@
+"""From settings to everything a server needs: the engine, the chat template, the file's facts, the defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ggufspec.chat import load_templates
+from ggufspec.errors import ConfigError
+from ggufspec.gguf_file import GGUFFile
+from ggufspec.models import Config
+from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools.runtime import open_runtime
+from ggufspec.tools.settings import ChatSettings, Settings
+
+from .fields import Task
+from .state import Loaded, ModelInfo
+
+# general.file_type as llama.cpp spells it
+FILE_TYPES = {
+    0: "all F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K - Medium",
+    11: "Q3_K - Small", 12: "Q3_K - Medium", 13: "Q3_K - Large", 14: "Q4_K - Small", 15: "Q4_K - Medium",
+    16: "Q5_K - Small", 17: "Q5_K - Medium", 18: "Q6_K", 21: "Q2_K - Small", 25: "IQ4_NL - 4.5 bpw",
+    30: "IQ4_XS - 4.25 bpw", 32: "BF16",
+}  # fmt: skip
+VOCABULARY_TYPES = {"llama": 1, "gpt2": 2, "bert": 3, "t5": 4, "rwkv": 5, "plamo2": 6, "gemma4": 2}
+
+
+def load(settings: Settings) -> Loaded:
+    """GgufspecError with one line when something does not fit."""
+    if settings.model.path is None:
+        raise ConfigError("--model is required (a server that starts without one, router mode, is not supported)")
+    runtime = open_runtime(settings)
+    tokenizer = runtime.tokenizer
+    templates = load_templates(
+        runtime.file.metadata, tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos), *_override(settings.chat)
+    )
+    drafters = () if runtime.drafter is None else runtime.drafter.name.split(",")
+    return Loaded(
+        runtime.engine,
+        tokenizer,
+        templates,
+        model_info(runtime.file, runtime.config, tokenizer),
+        default_task(settings, ",".join(["none", *drafters])),
+        settings.context.n_batch,
+    )
+
+
+def _override(chat: ChatSettings) -> tuple[str | None, str]:
+    """The template the command line gives instead of the file's, and the option it came from."""
+    if chat.template_file is not None:
+        try:
+            return Path(chat.template_file).read_text(), "--chat-template-file"
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--chat-template-file {chat.template_file}: cannot be read ({e})") from None
+    return chat.template, "--chat-template"
+
+
+def model_info(file: GGUFFile, config: Config, tokenizer: Tokenizer) -> ModelInfo:
+    number = file.get("general.file_type", int, None)
+    return ModelInfo(
+        path=str(file.path),
+        ftype=FILE_TYPES.get(number, f"type {number}") if number is not None else "unknown",
+        n_ctx_train=config.context_length,
+        n_vocab=tokenizer.n_vocab,
+        n_embd=config.embedding_length,
+        n_params=sum(tensor.n_elements for tensor in file.tensors.values()),
+        n_bytes=file.n_bytes,
+        vocab_type=VOCABULARY_TYPES.get(file.get("tokenizer.ggml.model", str), 0),
+    )
+
+
+def default_task(settings: Settings, speculative_types: str) -> Task:
+    """What a request gets for the fields it does not set."""
+    return Task(
+        sampling=settings.sampling,
+        n_predict=settings.context.n_predict,
+        stop=list(settings.chat.reverse_prompts),
+        cache_prompt=settings.server.cache_prompt,
+        sse_ping_interval=settings.server.sse_ping_interval_s,
+        reasoning_format=settings.chat.reasoning_format,
+        speculative_types=speculative_types,
+    )
