@@ -103,8 +103,9 @@ class ChatParser:
             return
         opened = _opened_in(generation_prompt, thinking)
         if reasoning_format == "none":
-            # Thoughts stay in the content, with the mark that the prompt has already opened.
-            self._thinking, self._buffer = None, opened
+            # Thoughts stay in the content, with the marks that the prompt has already written.
+            at = generation_prompt.rfind(thinking[0])
+            self._thinking, self._buffer = None, generation_prompt[at:] if at >= 0 else ""
             self._state = self._content
         elif opened:
             self._state = self._thought_start

@@ -1,27 +1,25 @@
 """Chat templates: sandboxed, clear when broken, and the prompts are llama.cpp's."""
 
-import json
-import urllib.error
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ggufspec.chat import ChatTemplate, ChatTemplates, load_templates, render
-from ggufspec.chat_prompt import ChatRequest, build_prompt
+from ggufspec.chat import ChatTemplate, load_templates, render
 from ggufspec.chat_templates import BUILT_IN
 from ggufspec.errors import ConfigError, RequestError
-from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools.server.errors import ApiError
 
 from .peer import Peer
+from .request import read_request
 from .templates import FULL, HERMES, PLAIN, SWITCH, TOOLS, TYPED
-from .vocabularies import byte_bpe, metadata, sentencepiece, write_model
+from .vocabularies import byte_bpe, sentencepiece, write_model
 
 HI = [{"role": "user", "content": "hi"}]
 
 
 def prompt(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    return build_prompt(ChatTemplates(ChatTemplate(source)), ChatRequest(messages, **options)).text
+    return read_request(source, {"messages": messages, **options}).text
 
 
 # -- rendering ---------------------------------------------------------------------------------------------------------
@@ -90,88 +88,31 @@ def test_sources_in_order() -> None:
 def test_thinking_switches() -> None:
     opened, closed = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert prompt(FULL, HI).endswith(opened)
-    assert prompt(FULL, HI, enable_thinking=False).endswith(closed)
-    assert prompt(FULL, HI, enable_thinking=False, chat_template_kwargs={"enable_thinking": True}).endswith(opened)
+    assert prompt(FULL, HI, chat_template_kwargs={"enable_thinking": False}).endswith(closed)
     assert prompt(FULL, HI, reasoning_effort="none").endswith(closed)
     assert prompt(SWITCH, HI).endswith(closed), "a template that writes no thoughts does not think by default"
-    with pytest.raises(RequestError, match="enable_thinking"):
+    with pytest.raises(ApiError, match="enable_thinking"):
         prompt(FULL, HI, chat_template_kwargs={"enable_thinking": "false"})
+
+
+def test_thinking_marks() -> None:
+    assert ChatTemplate(FULL).thinking_tags == ChatTemplate(HERMES).thinking_tags == ("<think>", "</think>")
+    assert ChatTemplate(FULL.replace("think>", "seed:think>")).thinking_tags == ("<seed:think>", "</seed:think>")
+    assert [ChatTemplate(source).thinking_tags for source in (PLAIN, SWITCH, TYPED)] == [None] * 3
 
 
 def test_history_keeps_or_drops_thoughts() -> None:
     turns = [*HI, {"role": "assistant", "content": "A", "reasoning_content": "why"}, *HI]
-    assert "why" in prompt(FULL, turns) and "why" not in prompt(FULL, turns, reasoning_preserve=False)
-    assert prompt(FULL, [*turns[:2], *HI, {"role": "assistant", "content": "B"}, *HI]).startswith(
-        prompt(FULL, turns).removesuffix("<|im_start|>assistant\n<think>\n")
-    ), "the next prompt extends this one, so the cache can be used"
-
-
-def test_generation_prompt_and_prefill() -> None:
-    templates = ChatTemplates(ChatTemplate(FULL))
-    made = build_prompt(templates, ChatRequest(HI))
-    assert made.generation_prompt == "<|im_start|>assistant\n<think>\n" and made.thinking_open
-    prefilled = build_prompt(templates, ChatRequest([*HI, {"role": "assistant", "content": "The answer"}]))
-    assert prefilled.text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\nThe answer")
-    assert not prefilled.thinking_open
-    with pytest.raises(RequestError, match="tool calls"):
-        prompt(FULL, [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
+    dropped = prompt(FULL, turns, chat_template_kwargs={"preserve_reasoning": False})
+    assert "why" in prompt(FULL, turns) and "why" not in dropped
+    longer = [*turns, {"role": "assistant", "content": "B", "reasoning_content": "so"}, *HI]
+    kept = prompt(FULL, turns).removesuffix("<think>\n")
+    assert prompt(FULL, longer).startswith(kept), "the next prompt extends this one, so the cache can be used"
 
 
 def test_a_begin_token_is_not_written_twice() -> None:
-    tokenizer = Tokenizer.from_metadata(metadata(sentencepiece()))
-    templates = load_templates({"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}, "<s>", "</s>")
-    ids = tokenizer.encode(build_prompt(templates, ChatRequest(HI), tokenizer).text)
-    assert ids.count(tokenizer.bos or 0) == 1 and ids[0] == tokenizer.bos
-
-
-BAD = [
-    ([], "'messages' is required"),
-    ([{"content": "x"}], r"messages\[0\]"),
-    ([{"role": "user"}], "'content' is missing"),
-    ([{"role": "user", "content": 5}], "must be a string"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], "unsupported content"),
-    (
-        [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *HI],
-        "not valid JSON",
-    ),
-]
-
-
-@pytest.mark.parametrize(("messages", "message"), BAD)
-def test_bad_messages(messages: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        prompt(FULL, messages)
-
-
-def test_tool_choice() -> None:
-    templates = ChatTemplates(ChatTemplate(FULL))
-    for choice, lazy in (
-        ("auto", True),
-        ("required", False),
-        ({"type": "function", "function": TOOLS[0]["function"]}, False),
-    ):
-        grammar = build_prompt(templates, ChatRequest(HI, TOOLS, choice)).grammar
-        assert grammar is not None and grammar.lazy == lazy
-    none = build_prompt(templates, ChatRequest(HI, TOOLS, "none"))
-    assert none.grammar is None and none.call_format is None and "get_weather" in none.text
-    for wrong in ("sometimes", {"function": {"name": "nope"}}):
-        with pytest.raises(RequestError, match="Invalid tool_choice"):
-            build_prompt(templates, ChatRequest(HI, TOOLS, wrong))
-    with pytest.raises(RequestError, match=r"tools\[0\]"):
-        build_prompt(templates, ChatRequest(HI, [{"type": "function"}]))
-
-
-def test_tools_with_a_template_that_has_none() -> None:
-    called = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
-    }
-    made = build_prompt(
-        ChatTemplates(ChatTemplate(PLAIN)), ChatRequest([*HI, called, {"role": "tool", "content": "7"}], TOOLS)
-    )
-    assert "get_weather" in made.text and '{"name": "f"' in made.text and "<tool_response>\n7" in made.text
-    assert made.call_format == "hermes"
+    made = read_request("{{ bos_token }}{{ messages[0].content }}", {"messages": HI}, sentencepiece())
+    assert made.text == "hi" and made.tokens.count(1) == 1 and made.tokens[0] == 1
 
 
 # -- the same prompts as llama.cpp -------------------------------------------------------------------------------------
@@ -209,21 +150,13 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
                                  {"role": "tool", "content": "rain", "tool_call_id": "1"}], "tools": TOOLS},
 }  # fmt: skip
 SOURCES = {"full": FULL, "hermes": HERMES, "plain": PLAIN, "switch": SWITCH, "typed": TYPED}
-EMULATED = {"tools", "tool result"}  # templates without tools get them in our own words
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("source", SOURCES)
 def test_same_prompts(source: str, tmp_path: Path) -> None:
     peer = Peer(write_model(tmp_path / "model.gguf", byte_bpe("qwen2"), template=SOURCES[source]))
-    templates = load_templates({"tokenizer.chat_template": SOURCES[source]})
     for name, body in CONVERSATIONS.items():
-        if name in EMULATED and source in ("plain", "switch", "typed"):
-            continue
-        try:
-            theirs = peer.post("/apply-template", body)["prompt"]
-        except urllib.error.HTTPError as error:
-            theirs = json.loads(error.read())
-        assert build_prompt(templates, ChatRequest(**body)).text == theirs, name
-    caps = peer.get("/props")["chat_template_caps"]
-    assert vars(templates.default.capabilities) == caps
+        theirs = peer.post("/apply-template", body)["prompt"]
+        assert read_request(SOURCES[source], body).text == theirs, name
+    assert vars(ChatTemplate(SOURCES[source]).capabilities) == peer.get("/props")["chat_template_caps"]

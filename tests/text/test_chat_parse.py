@@ -10,20 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggufspec.chat import ChatTemplate, ChatTemplates
 from ggufspec.chat_calls import detect_format, json_value
 from ggufspec.chat_parse import ChatParser, Delta
-from ggufspec.chat_prompt import ChatRequest, build_prompt
 from ggufspec.errors import ConfigError
 
 from .peer import Peer
+from .request import read_request
 from .scripted import scripted_model
 from .templates import FULL, HERMES, PLAIN, SWITCH, TOOLS
 
 HI = [{"role": "user", "content": "hi"}]
 THINK = ("<think>", "</think>")
 XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
-XML2 = "<tool_call>\n<function=get_weather>\n<parameter=city>\nA\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+XML2 = XML.format("A").replace("</function>", "<parameter=days>\n3\n</parameter>\n</function>")
 JSON = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo }\\"", "days": 2}}\n</tool_call>'
 
 
@@ -59,8 +58,8 @@ def said(content: str = "", thought: str = "", *calls: str) -> dict[str, Any]:
     if thought:
         message["reasoning_content"] = thought
     if calls:
-        message["tool_calls"] = [{"type": "function", "function": {"name": "get_weather", "arguments": arguments}, "id": f"id{i}"}
-                                 for i, arguments in enumerate(calls)]  # fmt: skip
+        functions = [{"name": "get_weather", "arguments": text} for text in calls]
+        message["tool_calls"] = [{"type": "function", "function": f, "id": f"id{i}"} for i, f in enumerate(functions)]
     return message
 
 
@@ -76,6 +75,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "looks like a mark": ("<thin air", {}, said("<thin air")),
     "format none": ("hm</think>42", {"generation_prompt": OPEN, "reasoning_format": "none"},
                     said("<think>\nhm</think>42")),
+    "format none, closed": ("42", {"generation_prompt": CLOSED, "reasoning_format": "none"},
+                            said("<think>\n\n</think>\n\n42")),
     "xml": ("Sure.\n" + XML2, {"call_format": "qwen-xml"}, said("Sure.\n", "", '{"city":"A","days":3}')),
     "xml text": (XML.format('a "q"\n</p\n\\é'), {"call_format": "qwen-xml"},
                  said("", "", '{"city":"a \\"q\\"\\n</p\\n\\\\é"}')),
@@ -86,13 +87,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                          said("", "hm\n", '{"city":"a"}')),
     "xml unknown name": (XML.format("a").replace("get_", "set_"), {"call_format": "qwen-xml"},
                          said(XML.format("a").replace("get_", "set_"))),
-    "xml cut": ("x" + XML.format("Oslo")[:-40], {"call_format": "qwen-xml"}, said("x", "", '{"city":"Osl')),
+    "xml cut": ("x" + XML.format("Oslo")[:-40], {"call_format": "qwen-xml"}, said("x", "", '{"city":"Os')),
     "mark only": ("a <tool_call> b", {"call_format": "qwen-xml"}, said("a <tool_call> b")),
     "mark at the end": ("a <tool_call>", {"call_format": "qwen-xml"}, said("a <tool_call>")),
     "half a mark": ("a <tool_ca", {"call_format": "qwen-xml"}, said("a <tool_ca")),
     "no calls wanted": (JSON, {}, said(JSON)),
     "json": ("Ok " + JSON, {"call_format": "hermes"}, said("Ok ", "", '{"city": "Oslo }\\"", "days": 2}')),
-    "json twice": (JSON + "\n" + JSON, {"call_format": "hermes"}, said("", "", *['{"city": "Oslo }\\"", "days": 2}'] * 2)),
+    "json twice": (JSON + "\n" + JSON, {"call_format": "hermes"},
+                   said("", "", *['{"city": "Oslo }\\"", "days": 2}'] * 2)),
     "json other order": ('<tool_call>{"arguments": {"city": "{"}, "name": "get_weather"}</tool_call>',
                          {"call_format": "hermes"}, said("", "", '{"city": "{"}')),
     "json as text": ('<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": 1}"}</tool_call>',
@@ -125,22 +127,40 @@ def test_cases_in_every_cut(name: str) -> None:
         assert read(text, [cut], **options) == message, f"cut at {cut}"
 
 
-_PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=get_weather>", "<function=x>", "</function>", "\n",
-           "<parameter=city>", "<parameter=days>", "</parameter>", "\n</parameter>\n", "3", "None", "a", " ", '{"name": ',
-           '"get_weather"', ', "arguments": ', "{", "}", '"', "\\", "<", "<|python_tag|>", ";"]  # fmt: skip
+_PIECES = [
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<function=get_weather>",
+        "<function=x>",
+        "</function>",
+        "\n",
+    ),
+    *("<parameter=city>", "<parameter=days>", "</parameter>", "\n</parameter>\n", "3", "None", "a", " ", '{"name": '),
+    *('"get_weather"', ', "arguments": ', "{", "}", '"', "\\", "<", "<|python_tag|>", ";"),
+]
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.sampled_from(_PIECES), max_size=14), st.sampled_from([None, "qwen-xml", "hermes", "llama3-json"]),
        st.sampled_from(["", OPEN, CLOSED]), st.sampled_from(["auto", "none"]), st.randoms())  # fmt: skip
-def test_any_text_in_any_cut(pieces: list[str], call_format: Any, generation: str, shape: str, rng: random.Random) -> None:
+def test_any_text_in_any_cut(
+    pieces: list[str], call_format: Any, generation: str, shape: str, rng: random.Random
+) -> None:
     text = "".join(pieces)
-    options = {"thinking": THINK, "generation_prompt": generation, "reasoning_format": shape, "call_format": call_format}
+    options = {
+        "thinking": THINK,
+        "generation_prompt": generation,
+        "reasoning_format": shape,
+        "call_format": call_format,
+    }
     cuts = [rng.randrange(len(text) + 1) for _ in range(5)] if text else []
     whole = read(text, **options)
     assert read(text, cuts, **options) == whole
     if call_format is None and shape == "none":
-        assert whole["content"] == ("<think>\n" if generation == OPEN else "") + text, "nothing is lost"
+        assert whole["content"] == generation.removeprefix("<|im_start|>assistant\n") + text, "nothing is lost"
 
 
 def test_nothing_of_a_mark_is_sent_early() -> None:
@@ -166,7 +186,7 @@ def test_format_of_a_template() -> None:
     assert [detect_format(source) for source in (FULL, HERMES, PLAIN)] == ["qwen-xml", "hermes", None]
 
 
-# -- against llama.cpp, which reads the same text from a model that says it ------------------------------------------------
+# -- against llama.cpp, which reads the same text from a model that says it ----------------------------------------
 
 
 def chunks_of(text: str) -> list[str]:
@@ -189,6 +209,9 @@ SPOKEN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cut thought": (FULL, "cut off in the thought", {}),
     "format none": (FULL, "I think.\n</think>\n\nThe answer is 42.\n", {"reasoning_format": "none"}),
     "thinking off": (FULL, "The answer is </think> 42.", {"chat_template_kwargs": {"enable_thinking": False}}),
+    "format none, thinking off": (FULL, "The answer", {"reasoning_format": "none",
+                                                       "chat_template_kwargs": {"enable_thinking": False}}),
+    "deepseek-legacy": (FULL, "hm\n</think>\n\nThe answer", {"reasoning_format": "deepseek-legacy"}),
     "no thoughts known": (SWITCH, "<think>\nhm\n</think>\n\nThe answer", {}),
     "plain": (PLAIN, "The <think> answer\n", {}),
     "xml": (FULL, "hm\n</think>\n\nSure.\n" + XML2, {"tools": TOOLS}),
@@ -208,7 +231,7 @@ def test_same_split(name: str, tmp_path: Path) -> None:
     peer = Peer(scripted_model(tmp_path / "model.gguf", chunks, source))
     answer = peer.post("/v1/chat/completions", {"messages": HI, "temperature": 0, "max_tokens": 300, **body})
     theirs = answer["choices"][0]["message"]
-    parser = build_prompt(ChatTemplates(ChatTemplate(source)), ChatRequest(HI, **body)).parser()
+    parser = read_request(source, {"messages": HI, **body}).new_parser()
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)] + parser.finish()
     ours = parser.message.as_openai()
     assert add_up(deltas) == ours

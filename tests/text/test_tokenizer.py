@@ -62,7 +62,7 @@ def _installed_smollm2() -> Path | None:
 def _bundled() -> Path | None:
     import ggufspec
 
-    return next(iter(sorted((Path(ggufspec.__file__).parent / "bundled").glob("*.gguf"))), None)
+    return next(iter((Path(ggufspec.__file__).parent / "bundled").glob("*target*.gguf")), None)
 
 
 @pytest.mark.peer
