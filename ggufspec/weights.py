@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import FileError, UnsupportedError
+from .errors import FileError, PlacementError, UnsupportedError
 from .kernels.matmul import PackedWeight, WeightGroup, fuse, pack
 
 if TYPE_CHECKING:
     from .gguf_file import GGUFFile, TensorInfo
 
+Range = tuple[int, int]  # start, stop
+
 _VECTOR_TYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32, "I64": np.int64}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix of the file, or ranges of its rows or columns."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[Range, ...] | None = None
+    columns: tuple[Range, ...] | None = None
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int], rows: Sequence[Range] | None = None,
+           columns: Sequence[Range] | None = None) -> Part:
+        def fixed(ranges: Sequence[Range] | None) -> tuple[Range, ...] | None:
+            return None if ranges is None else tuple(ranges)
+
+        return cls(name, tuple(shape), fixed(rows), fixed(columns))
 
 
 class Weights:
@@ -28,7 +49,8 @@ class Weights:
     def __init__(self, file: GGUFFile, progress: Callable[[int], None] | None = None):
         self.file = file
         self.progress = progress
-        self._packed: dict[tuple[str, str], PackedWeight] = {}
+        self._packed: dict[tuple[Part, torch.device], PackedWeight] = {}
+        self._groups: dict[tuple[tuple[Part, ...], torch.device], WeightGroup] = {}
 
     def has(self, name: str) -> bool:
         return name in self.file.tensors
@@ -47,23 +69,56 @@ class Weights:
             raise UnsupportedError(f"{self.file.path}: tensor {scale} (a per-tensor scale) is not supported")
         return info
 
-    def matrix(self, name: str, shape: Sequence[int], device: torch.device) -> PackedWeight:
-        """The matrix `name` of (rows, columns), packed for `device`; the same name is packed once a device."""
-        key = (name, str(device))
-        if key not in self._packed:
-            info = self._info(name, shape)
-            raw = self.file.read(name)
-            rows, columns = shape
-            self._packed[key] = pack(as_tensor(raw), info.layout.name, (rows, columns), device)
-            self._count(info.n_bytes)
-        return self._packed[key]
+    def matrix(self, name: str, shape: Sequence[int], device: torch.device, *,
+               rows: Sequence[Range] | None = None, columns: Sequence[Range] | None = None) -> PackedWeight:
+        """The matrix `name` of (rows, columns), packed for `device`; the same request is packed once.
 
-    def group(self, device: torch.device, *named: tuple[str, Sequence[int]]) -> WeightGroup:
-        """Matrices that share an input, fused into one launch."""
-        return fuse([self.matrix(name, shape, device) for name, shape in named])
+        `rows` and `columns` take parts of it, in order; column ranges must be whole blocks of the tensor's type.
+        """
+        part = Part.of(name, shape, rows, columns)
+        if (part, device) not in self._packed:
+            self._packed[part, device] = self._pack(part, device)
+        return self._packed[part, device]
 
-    def vector(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """A small tensor as float32 (integers stay int64) of `shape`."""
+    def _pack(self, part: Part, device: torch.device) -> PackedWeight:
+        info = self._info(part.name, part.shape)
+        raw = self.file.read(part.name)
+        if part.rows is not None:
+            pieces = [raw[start:stop] for start, stop in part.rows]
+            raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        if part.columns is not None:
+            raw = np.concatenate([raw[:, slice(*self._byte_range(info, r))] for r in part.columns], axis=1)
+        packed = pack(as_tensor(raw), info.layout.name, (extent(part.rows, part.shape[0]),
+                                                         extent(part.columns, part.shape[1])), device)
+        self._count(info.n_bytes)
+        return packed
+
+    def _byte_range(self, info: TensorInfo, columns: Range) -> Range:
+        block = info.layout.n_elements
+        if columns[0] % block or columns[1] % block:
+            raise PlacementError(
+                f"{self.file.path}: tensor {info.name} ({info.layout.name}) cannot be cut at columns {columns[0]} to "
+                f"{columns[1]}; its blocks have {block} columns"
+            )
+        return columns[0] // block * info.layout.n_bytes, columns[1] // block * info.layout.n_bytes
+
+    def block_size(self, name: str) -> int:
+        """Columns of one block of a tensor's type, 1 where the file has no such tensor."""
+        info = self.file.tensors.get(name)
+        return 1 if info is None else info.layout.n_elements
+
+    def group(self, device: torch.device, *parts: Part | tuple[str, Sequence[int]]) -> WeightGroup:
+        """Matrices that share an input, fused into one launch; each (name, shape) or a `Part`."""
+        named = tuple(part if isinstance(part, Part) else Part.of(*part) for part in parts)
+        if (named, device) not in self._groups:
+            # Fusing may move weights into arrays of the group's own: keep no second copy of them here.
+            packed = [self._packed.get((part, device)) or self._pack(part, device) for part in named]
+            self._groups[named, device] = fuse(packed)
+        return self._groups[named, device]
+
+    def vector(self, name: str, shape: Sequence[int], device: torch.device,
+               rows: Sequence[Range] | None = None) -> Tensor:
+        """A small tensor as float32 (integers stay int64) of `shape`, or the given ranges of its first dimension."""
         info = self._info(name, shape)
         if info.layout.name not in _VECTOR_TYPES:
             if info.layout.name != "BF16":
@@ -76,16 +131,24 @@ class Weights:
         else:
             array = np.ascontiguousarray(self.file.read(name)).view(_VECTOR_TYPES[info.layout.name])
         kind = np.int64 if np.issubdtype(array.dtype, np.integer) else np.float32
-        tensor = torch.from_numpy(array.astype(kind).reshape(tuple(shape))).to(device)
+        whole = array.astype(kind).reshape(tuple(shape))
+        if rows is not None:
+            whole = np.concatenate([whole[start:stop] for start, stop in rows])
         self._count(info.n_bytes)
-        return tensor
+        return torch.from_numpy(whole).to(device)
 
-    def optional_vector(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor | None:
-        return self.vector(name, shape, device) if self.has(name) else None
+    def optional_vector(self, name: str, shape: Sequence[int], device: torch.device,
+                        rows: Sequence[Range] | None = None) -> Tensor | None:
+        return self.vector(name, shape, device, rows) if self.has(name) else None
 
     def _count(self, n_bytes: int) -> None:
         if self.progress is not None:
             self.progress(n_bytes)
+
+
+def extent(ranges: Sequence[Range] | None, n: int) -> int:
+    """How many of n the ranges take; None takes all."""
+    return n if ranges is None else sum(stop - start for start, stop in ranges)
 
 
 def as_tensor(raw: np.ndarray) -> Tensor:

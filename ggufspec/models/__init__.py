@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError
+from ..parallel import WHOLE, Shard
 from ..placement import Placement, default_device
 from ..weights import Weights
 from . import gemma3, llama, qwen2, qwen3, qwen35
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ARCHITECTURES", "Config", "Model", "Output", "load_model", "read_config"]
 
-ARCHITECTURES: dict[str, Callable[[Weights, Config, Placement], Model]] = {
+ARCHITECTURES: dict[str, Callable[[Weights, Config, Placement, Shard], Model]] = {
     "qwen35": qwen35.load,
     "qwen3": qwen3.load,
     "qwen2": qwen2.load,
@@ -27,9 +28,10 @@ ARCHITECTURES: dict[str, Callable[[Weights, Config, Placement], Model]] = {
 
 
 def load_model(file: GGUFFile, placement: Placement | None = None, *, config: Config | None = None,
-               weights: Weights | None = None, progress: Callable[[int], None] | None = None) -> Model:
+               weights: Weights | None = None, shard: Shard = WHOLE,
+               progress: Callable[[int], None] | None = None) -> Model:
     """The target model of `file`. `weights` may be shared with a drafter that reads the same file; `config`
-    replaces what the file's keys say.
+    replaces what the file's keys say; `shard` is this process's part of a tensor split.
 
     Errors: UnsupportedError for an architecture without code here, FileError and ConfigError for a bad file.
     """
@@ -43,4 +45,4 @@ def load_model(file: GGUFFile, placement: Placement | None = None, *, config: Co
     config = config or read_config(file)
     if placement is None:
         placement = Placement.single(default_device(), config.n_layers)
-    return ARCHITECTURES[name](weights or Weights(file, progress), config, placement)
+    return ARCHITECTURES[name](weights or Weights(file, progress), config, placement, shard)

@@ -13,6 +13,7 @@ from ..cache import Cache
 from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul
 from ..kernels.norm import add_rms_norm, rms_norm
 from ..kernels.rope import RopeSpec, tables
+from ..parallel import WHOLE, Shard
 from ..rows import Rows
 from .config import Config
 
@@ -76,6 +77,8 @@ class Model:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     can_tap: bool = True
+    shard: Shard = WHOLE
+    head_bounds: Sequence[tuple[int, int]] | None = None  # each rank's rows of the head; None: mirrored
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +86,7 @@ class Model:
 
     @property
     def n_vocab(self) -> int:
-        return self.head.n_rows[0]
+        return self.head_bounds[-1][1] if self.head_bounds is not None else self.head.n_rows[0]
 
     def new_cache(self, n_slots: int, n_ctx: int, type_k: str = "f16", type_v: str = "f16") -> Cache:
         return Cache.allocate(self.cache_layers, n_slots, n_ctx, type_k, type_v)
@@ -122,6 +125,8 @@ class Model:
     def project(self, hidden: Tensor) -> Tensor:
         """[B, W, D] normed hidden rows through the head: [B, W, V] float32."""
         (out,) = matmul(hidden.reshape(-1, hidden.shape[-1]), self.head)
+        if self.head_bounds is not None:
+            out = self.shard.join(out, self.head_bounds)
         out = out.view(*hidden.shape[:-1], -1)
         if self.head_bias is not None:
             out = out + self.head_bias

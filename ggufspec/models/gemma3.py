@@ -9,6 +9,7 @@ import torch
 
 from ..errors import FileError
 from ..kernels.norm import geglu
+from ..parallel import Shard
 from ..placement import Placement
 from ..weights import Weights
 from .assemble import assemble
@@ -33,7 +34,7 @@ def sliding_layers(keys: Keys, n_layers: int) -> tuple[bool, ...]:
     return flags[:n_layers]
 
 
-def load(weights: Weights, config: Config, placement: Placement) -> Model:
+def load(weights: Weights, config: Config, placement: Placement, shard: Shard) -> Model:
     keys = Keys(weights.file)
     D, eps, n = config.embedding_length, config.layer_norm_rms_epsilon, config.n_layers
     window = keys.integer("attention.sliding_window", 0)
@@ -49,17 +50,17 @@ def load(weights: Weights, config: Config, placement: Placement) -> Model:
             device=device,
             attn_norm=weights.vector(f"{name}.attn_norm.weight", (D,), device),
             attention=Attention.load(
-                weights, name, config, i, device, norms=True, scale=scale,
+                weights, name, config, i, device, shard, norms=True, scale=scale,
                 rope=local_rope if slides[i] else config.rope, window=window if slides[i] else 0,
             ),
             ffn_norm=weights.vector(f"{name}.ffn_norm.weight", (D,), device),
-            ffn=FeedForward.load(weights, name, D, config.feed_forward_length[i], device, activation=geglu),
+            ffn=FeedForward.load(weights, name, D, config.feed_forward_length[i], device, shard, activation=geglu),
             eps=eps,
             post_attention_norm=weights.vector(f"{name}.post_attention_norm.weight", (D,), device),
             post_ffw_norm=weights.vector(f"{name}.post_ffw_norm.weight", (D,), device),
         )
 
-    model = assemble(weights, config, placement, make)
+    model = assemble(weights, config, placement, make, shard=shard)
     model.embedding_scale = math.sqrt(D)
     model.logit_softcap = keys.number("final_logit_softcapping", 0.0)
     model.can_tap = False

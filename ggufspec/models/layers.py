@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -15,9 +16,12 @@ from ..kernels.kv import store
 from ..kernels.matmul import WeightGroup, matmul, prepare
 from ..kernels.norm import geglu, rms_norm, swiglu
 from ..kernels.rope import RopeSpec, rotate
-from ..weights import Weights
+from ..parallel import WHOLE, Cut, Shard, unit_granularity
+from ..weights import Part, Weights
 from .base import Step, add_norm
 from .config import Config
+
+FFN_GRANULARITY = 128  # inner rows of a feed-forward layer are cut in multiples of this
 
 
 def flat(x: Tensor) -> Tensor:
@@ -27,24 +31,29 @@ def flat(x: Tensor) -> Tensor:
 
 @dataclass
 class FeedForward:
-    """y = (act(x Wg) * (x Wu)) Wd, biases optional."""
+    """y = (act(x Wg) * (x Wu)) Wd, biases optional. A rank of a tensor split has some of the F inner rows."""
 
     gate_up: WeightGroup  # gate [F, D], up [F, D]
     down: WeightGroup  # [D, F]
     activation: Callable[[Tensor, Tensor], Tensor]
+    shard: Shard  # whose parts are summed; WHOLE where the layer is mirrored
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
     @classmethod
-    def load(cls, weights: Weights, block: str, D: int, F: int, device: torch.device,
+    def load(cls, weights: Weights, block: str, D: int, F: int, device: torch.device, shard: Shard,
              activation: Callable[[Tensor, Tensor], Tensor] = swiglu) -> FeedForward:
+        cut = Cut.of(shard, F, lcm(weights.block_size(f"{block}.ffn_down.weight"), FFN_GRANULARITY))
+        rows = [cut.scaled(1)]
         return cls(
-            weights.group(device, (f"{block}.ffn_gate.weight", (F, D)), (f"{block}.ffn_up.weight", (F, D))),
-            weights.group(device, (f"{block}.ffn_down.weight", (D, F))),
+            weights.group(device, Part.of(f"{block}.ffn_gate.weight", (F, D), rows),
+                          Part.of(f"{block}.ffn_up.weight", (F, D), rows)),
+            weights.group(device, Part.of(f"{block}.ffn_down.weight", (D, F), columns=rows)),
             activation,
-            weights.optional_vector(f"{block}.ffn_gate.bias", (F,), device),
-            weights.optional_vector(f"{block}.ffn_up.bias", (F,), device),
+            WHOLE if cut.mirrored else shard,
+            weights.optional_vector(f"{block}.ffn_gate.bias", (F,), device, rows),
+            weights.optional_vector(f"{block}.ffn_up.bias", (F,), device, rows),
             weights.optional_vector(f"{block}.ffn_down.bias", (D,), device),
         )
 
@@ -53,7 +62,7 @@ class FeedForward:
         gate = add_bias(gate, self.gate_bias)
         up = add_bias(up, self.up_bias)
         (out,) = matmul(prepare(self.activation(gate, up)), self.down)
-        return add_bias(out, self.down_bias).view(n.shape)
+        return add_bias(self.shard.sum(out), self.down_bias).view(n.shape)
 
 
 @dataclass
@@ -62,37 +71,40 @@ class Projections:
 
     qkv: WeightGroup
     fused: bool
-    sizes: tuple[int, int, int]  # rows of q, k, v
+    sizes: tuple[int, int, int]  # rows of q, k, v held here
     biases: tuple[Tensor | None, Tensor | None, Tensor | None]
     q_norm: Tensor | None  # [hd]
     k_norm: Tensor | None
 
     @classmethod
-    def load(cls, weights: Weights, block: str, config: Config, layer: int, device: torch.device, *,
+    def load(cls, weights: Weights, block: str, config: Config, layer: int, device: torch.device, cut: Cut, *,
              norms: bool) -> Projections:
-        D, hd = config.embedding_length, config.key_length
+        """`cut` counts key heads; the query heads that read them go along."""
+        D, hd, hd_v = config.embedding_length, config.key_length, config.value_length
         H, KV = config.head_count[layer], config.head_count_kv[layer]
-        q, k, v = H * hd, KV * hd, KV * config.value_length
+        whole = (H * hd, KV * hd, KV * hd_v)
+        units = (H // KV * hd, hd, hd_v)  # rows of a key head
+        sizes = (cut.n * units[0], cut.n * units[1], cut.n * units[2])
+        starts = (0, whole[0], whole[0] + whole[1])
         fused = weights.has(f"{block}.attn_qkv.weight")
+        joined = [cut.scaled(unit, start) for unit, start in zip(units, starts)]
         if fused:
-            group = weights.group(device, (f"{block}.attn_qkv.weight", (q + k + v, D)))
+            group = weights.group(device, Part.of(f"{block}.attn_qkv.weight", (sum(whole), D), joined))
         else:
-            group = weights.group(
-                device,
-                (f"{block}.attn_q.weight", (q, D)),
-                (f"{block}.attn_k.weight", (k, D)),
-                (f"{block}.attn_v.weight", (v, D)),
-            )
-        biases: tuple[Tensor | None, ...]
+            group = weights.group(device, *(
+                Part.of(f"{block}.attn_{name}.weight", (size, D), [cut.scaled(unit)])
+                for name, size, unit in zip("qkv", whole, units)
+            ))
+        biases: Sequence[Tensor | None]
         if weights.has(f"{block}.attn_qkv.bias"):
-            biases = weights.vector(f"{block}.attn_qkv.bias", (q + k + v,), device).split((q, k, v))
+            biases = weights.vector(f"{block}.attn_qkv.bias", (sum(whole),), device, joined).split(sizes)
         else:
-            biases = tuple(
-                weights.optional_vector(f"{block}.attn_{name}.bias", (size,), device)
-                for name, size in (("q", q), ("k", k), ("v", v))
-            )
+            biases = [
+                weights.optional_vector(f"{block}.attn_{name}.bias", (size,), device, [cut.scaled(unit)])
+                for name, size, unit in zip("qkv", whole, units)
+            ]
         return cls(
-            group, fused, (q, k, v), (biases[0], biases[1], biases[2]),
+            group, fused, sizes, (biases[0], biases[1], biases[2]),
             weights.vector(f"{block}.attn_q_norm.weight", (hd,), device) if norms else None,
             weights.vector(f"{block}.attn_k_norm.weight", (hd,), device) if norms else None,
         )
@@ -111,6 +123,13 @@ class Projections:
         return q, k, v
 
 
+def heads_cut(weights: Weights, block: str, config: Config, layer: int, shard: Shard) -> Cut:
+    """How an attention layer's key heads are cut: whole heads whose outputs fill whole blocks of Wo's columns."""
+    KV = config.head_count_kv[layer]
+    columns = config.head_count[layer] // KV * config.value_length
+    return Cut.of(shard, KV, unit_granularity(columns, weights.block_size(f"{block}.attn_output.weight")))
+
+
 @dataclass
 class Attention:
     """Causal self-attention over the layer's KV cache."""
@@ -118,6 +137,7 @@ class Attention:
     projections: Projections
     output: WeightGroup  # [D, H * hd_v]
     output_bias: Tensor | None
+    shard: Shard
     rope: RopeSpec
     spec: AttentionSpec
     key_length: int
@@ -125,16 +145,19 @@ class Attention:
     eps: float
 
     @classmethod
-    def load(cls, weights: Weights, block: str, config: Config, layer: int, device: torch.device, *,
+    def load(cls, weights: Weights, block: str, config: Config, layer: int, device: torch.device, shard: Shard, *,
              norms: bool, rope: RopeSpec, scale: float | None = None, window: int = 0) -> Attention:
-        H, hd, hd_v = config.head_count[layer], config.key_length, config.value_length
+        D, H, hd, hd_v = config.embedding_length, config.head_count[layer], config.key_length, config.value_length
         if not config.causal:
             raise UnsupportedError(f"{weights.file.path}: {config.architecture}.attention.causal is false; "
                                    "text generation needs a causal model")
+        cut = heads_cut(weights, block, config, layer, shard)
+        columns = [cut.scaled(H // config.head_count_kv[layer] * hd_v)]
         return cls(
-            Projections.load(weights, block, config, layer, device, norms=norms),
-            weights.group(device, (f"{block}.attn_output.weight", (config.embedding_length, H * hd_v))),
-            weights.optional_vector(f"{block}.attn_output.bias", (config.embedding_length,), device),
+            Projections.load(weights, block, config, layer, device, cut, norms=norms),
+            weights.group(device, Part.of(f"{block}.attn_output.weight", (D, H * hd_v), columns=columns)),
+            weights.optional_vector(f"{block}.attn_output.bias", (D,), device),
+            WHOLE if cut.mirrored else shard,
             rope,
             AttentionSpec(scale=hd**-0.5 if scale is None else scale, causal=True, window=window),
             hd, hd_v, config.layer_norm_rms_epsilon,
@@ -149,7 +172,7 @@ class Attention:
         store(kv, k, v, rows.slots, step.store_positions)
         o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec)
         (out,) = matmul(prepare(o.reshape(-1, o.shape[-2] * o.shape[-1])), self.output)
-        return add_bias(out, self.output_bias).view(n.shape)
+        return add_bias(self.shard.sum(out), self.output_bias).view(n.shape)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """llama: pre-norm blocks, grouped-query attention, interleaved (NORM) RoPE with optional frequency divisors."""
 
 from ..errors import ConfigError, UnsupportedError
+from ..parallel import Shard
 from ..placement import Placement
 from ..weights import Weights
 from .assemble import assemble, block, with_factors
@@ -8,7 +9,7 @@ from .base import Model
 from .config import Config, Keys
 
 
-def load(weights: Weights, config: Config, placement: Placement) -> Model:
+def load(weights: Weights, config: Config, placement: Placement, shard: Shard) -> Model:
     keys = Keys(weights.file)
     path = weights.file.path
     n_expert = keys.integer("expert_count", 0)
@@ -25,5 +26,6 @@ def load(weights: Weights, config: Config, placement: Placement) -> Model:
              for device in set(placement.layers)}
     return assemble(
         weights, config, placement,
-        lambda i, device: block(weights, config, i, device, norms=False, rope=ropes[device]),
+        lambda i, device: block(weights, config, i, device, shard, norms=False, rope=ropes[device]),
+        shard=shard,
     )

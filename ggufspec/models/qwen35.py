@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from ..kernels.kv import KV, store
 from ..kernels.matmul import PackedWeight, WeightGroup, matmul, prepare
 from ..kernels.norm import gated_norm, rms_norm
 from ..kernels.rope import RopeSpec, rotate
+from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
-from ..weights import Weights
+from ..weights import Part, Weights
 from .assemble import CacheLayer, assemble, kv_layer
 from .base import Model, Step, add_norm
 from .config import Config, Keys
-from .layers import FeedForward, flat
+from .layers import FeedForward, flat, heads_cut
 
 
 def gdn_spec(keys: Keys, eps: float) -> GdnSpec:
@@ -51,6 +52,15 @@ def recurrent_layers(keys: Keys, config: Config) -> tuple[bool, ...]:
     return tuple(i < config.n_layers and (i + 1) % interval != 0 for i in range(n))
 
 
+def key_heads_cut(weights: Weights, name: str, spec: GdnSpec, shard: Shard) -> Cut:
+    """How a gated DeltaNet layer's key heads are cut: their value heads must fill whole blocks of columns."""
+    return Cut.of(shard, spec.n_k, unit_granularity(spec.d, weights.block_size(f"{name}.ssm_out.weight")))
+
+
+def local_spec(spec: GdnSpec, cut: Cut) -> GdnSpec:
+    return replace(spec, n_k=cut.n, n_v=cut.n * (spec.n_v // spec.n_k))
+
+
 @dataclass
 class GatedAttention:
     """Attention whose output is gated: q rows hold, per head, the query and then the gate."""
@@ -61,26 +71,31 @@ class GatedAttention:
     k_norm: Tensor
     rope: RopeSpec
     spec: AttentionSpec
-    n_head: int
+    shard: Shard
+    n_head: int  # held here
     n_kv: int
     hd: int
     eps: float
 
     @classmethod
-    def load(cls, weights: Weights, name: str, config: Config, layer: int, device: torch.device) -> GatedAttention:
+    def load(cls, weights: Weights, name: str, config: Config, layer: int, device: torch.device,
+             shard: Shard) -> GatedAttention:
         D, hd = config.embedding_length, config.key_length
         H, KV_ = config.head_count[layer], config.head_count_kv[layer]
+        cut = heads_cut(weights, name, config, layer, shard)
+        group = H // KV_  # query heads of a key head
         return cls(
             weights.group(
                 device,
-                (f"{name}.attn_q.weight", (2 * H * hd, D)),
-                (f"{name}.attn_k.weight", (KV_ * hd, D)),
-                (f"{name}.attn_v.weight", (KV_ * hd, D)),
+                Part.of(f"{name}.attn_q.weight", (2 * H * hd, D), [cut.scaled(2 * group * hd)]),
+                Part.of(f"{name}.attn_k.weight", (KV_ * hd, D), [cut.scaled(hd)]),
+                Part.of(f"{name}.attn_v.weight", (KV_ * hd, D), [cut.scaled(hd)]),
             ),
-            weights.group(device, (f"{name}.attn_output.weight", (D, H * hd))),
+            weights.group(device, Part.of(f"{name}.attn_output.weight", (D, H * hd), columns=[cut.scaled(group * hd)])),
             weights.vector(f"{name}.attn_q_norm.weight", (hd,), device),
             weights.vector(f"{name}.attn_k_norm.weight", (hd,), device),
-            config.rope, AttentionSpec(scale=hd**-0.5, causal=True), H, KV_, hd, config.layer_norm_rms_epsilon,
+            config.rope, AttentionSpec(scale=hd**-0.5, causal=True), WHOLE if cut.mirrored else shard,
+            cut.n * group, cut.n, hd, config.layer_norm_rms_epsilon,
         )
 
     def __call__(self, n: Tensor, step: Step, kv: KV) -> Tensor:
@@ -94,7 +109,7 @@ class GatedAttention:
         store(kv, k, v.view(B, W, self.n_kv, self.hd), rows.slots, step.store_positions)
         o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec) * torch.sigmoid(gate)
         (out,) = matmul(prepare(o.reshape(B * W, -1)), self.output)
-        return out.view(n.shape)
+        return self.shard.sum(out).view(n.shape)
 
 
 @dataclass
@@ -105,27 +120,36 @@ class GatedDeltaNet:
     output: WeightGroup  # [D, n_v * d]
     core: GdnWeights
     norm: Tensor  # [d]
-    spec: GdnSpec
+    spec: GdnSpec  # of the heads held here
+    shard: Shard
 
     @classmethod
-    def load(cls, weights: Weights, name: str, D: int, spec: GdnSpec, device: torch.device) -> GatedDeltaNet:
+    def load(cls, weights: Weights, name: str, D: int, spec: GdnSpec, device: torch.device,
+             shard: Shard) -> GatedDeltaNet:
         conv, value = spec.conv_dim, spec.n_v * spec.d
+        cut = key_heads_cut(weights, name, spec, shard)
+        # Value head v * n_k + k goes with key head k: every n_k-th stretch of them, in the file's order.
+        heads = [cut.scaled(1, v * spec.n_k) for v in range(spec.n_v // spec.n_k)]
+        values = [(start * spec.d, stop * spec.d) for start, stop in heads]
+        after = 2 * spec.key_dim
+        mixed = [cut.scaled(spec.d), cut.scaled(spec.d, spec.key_dim), *((after + a, after + b) for a, b in values)]
         return cls(
             weights.group(
                 device,
-                (f"{name}.attn_qkv.weight", (conv, D)),
-                (f"{name}.attn_gate.weight", (value, D)),
-                (f"{name}.ssm_alpha.weight", (spec.n_v, D)),
-                (f"{name}.ssm_beta.weight", (spec.n_v, D)),
+                Part.of(f"{name}.attn_qkv.weight", (conv, D), mixed),
+                Part.of(f"{name}.attn_gate.weight", (value, D), values),
+                Part.of(f"{name}.ssm_alpha.weight", (spec.n_v, D), heads),
+                Part.of(f"{name}.ssm_beta.weight", (spec.n_v, D), heads),
             ),
-            weights.group(device, (f"{name}.ssm_out.weight", (D, value))),
+            weights.group(device, Part.of(f"{name}.ssm_out.weight", (D, value), columns=values)),
             GdnWeights(
-                conv=weights.vector(f"{name}.ssm_conv1d.weight", (conv, spec.conv_kernel), device),
-                dt=weights.vector(f"{name}.ssm_dt.bias", (spec.n_v,), device),
-                a=weights.vector(f"{name}.ssm_a", (spec.n_v,), device),
+                conv=weights.vector(f"{name}.ssm_conv1d.weight", (conv, spec.conv_kernel), device, mixed),
+                dt=weights.vector(f"{name}.ssm_dt.bias", (spec.n_v,), device, heads),
+                a=weights.vector(f"{name}.ssm_a", (spec.n_v,), device, heads),
             ),
             weights.vector(f"{name}.ssm_norm.weight", (spec.d,), device),
-            spec,
+            local_spec(spec, cut),
+            WHOLE if cut.mirrored else shard,
         )
 
     def __call__(self, n: Tensor, step: Step, state: gdn.GdnState) -> Tensor:
@@ -137,7 +161,7 @@ class GatedDeltaNet:
         z = z.reshape(B, W, self.spec.n_v, self.spec.d)
         gated = gated_norm(o, z, self.norm, self.spec.eps)
         (out,) = matmul(prepare(gated.reshape(B * W, -1)), self.output)
-        return out.view(n.shape)
+        return self.shard.sum(out).view(n.shape)
 
 
 @dataclass
@@ -166,26 +190,26 @@ class Qwen35Block:
         return x, self.ffn(n)
 
 
-def load_block(weights: Weights, config: Config, i: int, device: torch.device,
-               recurrent: GdnSpec | None) -> Qwen35Block:
+def load_block(weights: Weights, config: Config, i: int, device: torch.device, recurrent: GdnSpec | None,
+               shard: Shard) -> Qwen35Block:
     """Block i; `recurrent` is the spec of a gated DeltaNet block, None for an attention block."""
     D, eps, name = config.embedding_length, config.layer_norm_rms_epsilon, f"blk.{i}"
     mixer: GatedAttention | GatedDeltaNet
     if recurrent is not None:
-        mixer = GatedDeltaNet.load(weights, name, D, recurrent, device)
+        mixer = GatedDeltaNet.load(weights, name, D, recurrent, device, shard)
     else:
-        mixer = GatedAttention.load(weights, name, config, i, device)
+        mixer = GatedAttention.load(weights, name, config, i, device, shard)
     return Qwen35Block(
         i, device,
         weights.vector(f"{name}.attn_norm.weight", (D,), device),
         mixer,
         weights.vector(f"{name}.post_attention_norm.weight", (D,), device),
-        FeedForward.load(weights, name, D, config.feed_forward_length[i], device),
+        FeedForward.load(weights, name, D, config.feed_forward_length[i], device, shard),
         eps,
     )
 
 
-def load(weights: Weights, config: Config, placement: Placement) -> Model:
+def load(weights: Weights, config: Config, placement: Placement, shard: Shard) -> Model:
     keys = Keys(weights.file)
     path = weights.file.path
     if not weights.has("blk.0.attn_norm.weight") and config.nextn_predict_layers > 0:
@@ -199,12 +223,15 @@ def load(weights: Weights, config: Config, placement: Placement) -> Model:
 
     def cache_layer(i: int) -> CacheLayer:
         device = placement.layers[i]
-        return RecurrentLayer(spec, device) if recurrent[i] else kv_layer(config, i, device)
+        if not recurrent[i]:
+            return kv_layer(weights, config, i, device, shard)
+        return RecurrentLayer(local_spec(spec, key_heads_cut(weights, f"blk.{i}", spec, shard)), device)
 
     return assemble(
         weights, config, placement,
-        lambda i, device: load_block(weights, config, i, device, spec if recurrent[i] else None),
+        lambda i, device: load_block(weights, config, i, device, spec if recurrent[i] else None, shard),
         [cache_layer(i) for i in range(config.n_layers)],
+        shard,
     )
 
 
@@ -288,7 +315,7 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
     if norm is None:
         norm = (target.output_norm.to(device) if target is not None
                 else weights.vector("output_norm.weight", (D,), device))
-    block = load_block(weights, config, i, device, None)
+    block = load_block(weights, config, i, device, None, WHOLE)
     block.index = 0
     return MtpBlock(
         block,
@@ -298,7 +325,7 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
         norm,
         embedding,
         head,
-        kv_layer(config, i, device),
+        kv_layer(weights, config, i, device, WHOLE),
         V,
         config.layer_norm_rms_epsilon,
     )
