@@ -51,8 +51,9 @@ class Peer:
     """A running llama.cpp server. `params` are attributes of `CommonParams` by dotted path, set as they are
     (`{"speculative.ngram_mod.n_match": 3}`); the named arguments cover the usual ones.
 
-    `kinds` are names of `--spec-type`. The log up to `verbosity` (3 info, 4 trace: per-step accept counts,
-    5 debug: draft candidates) is in `log()`.
+    One thread by default: small models gain nothing from two, and llama.cpp's threads wait by spinning, which
+    is slow on a busy machine. `kinds` are names of `--spec-type`. The log up to `verbosity` (3 info, 4 trace:
+    per-step accept counts, 5 debug: draft candidates) is in `log()`.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Peer:
         *,
         n_ctx: int = 1024,
         n_parallel: int = 1,
-        n_threads: int = 2,
+        n_threads: int = 1,
         type_k: str = "f16",
         type_v: str = "f16",
         flash_attention: str = "auto",
