@@ -110,7 +110,12 @@ def rint(a: Array) -> Array:
 
 
 def sqrt(a: Array) -> Array:
-    return a.sqrt() if is_torch(a) else np.sqrt(a)
+    """Correctly rounded square root (torch's own on the CPU is not)."""
+    if is_torch(a):
+        import torch
+
+        return torch.from_numpy(np.sqrt(a.numpy())) if a.device.type == "cpu" else a.sqrt()
+    return np.sqrt(a)
 
 
 def trunc(a: Array) -> Array:

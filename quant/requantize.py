@@ -28,7 +28,7 @@ from ggufspec.gguf_write import Entry, Key, keys_of, shard_name, write_gguf, wri
 from ggufspec.quant import layouts, policy
 from ggufspec.quant.convert import Task
 from ggufspec.quant.imatrix import Imatrix, importance_of
-from ggufspec.quant.pool import converted
+from ggufspec.quant.pool import N_GPU_THREADS, converted
 
 QUANTIZATION_VERSION = 2
 MAX_TEXT = 127  # bytes of a text in a key override, llama-quantize's limit
@@ -339,8 +339,8 @@ def _check_space(plan: Plan, path: Path) -> None:
 
 def _task_elements(n_workers: int, device: str, max_buffer_bytes: int) -> int:
     """Elements of a task. Each task in flight holds its input, float32 numbers and output, about 12 bytes an
-    element, and up to 2 n + 2 finished ones wait for the writer."""
-    in_flight = 4 if device != "cpu" else 3 * n_workers + 2
+    element (on a GPU, whose memory holds temporaries too, more), and finished ones wait for the writer."""
+    in_flight = 2 * (N_GPU_THREADS + 1) if device != "cpu" else 3 * n_workers + 2
     largest = 1 << 26 if device != "cpu" else 1 << 20
     return max(1, min(largest, max_buffer_bytes // (12 * in_flight)))
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ggufspec.quant.arrays import Array, clip, rint, where
 from ggufspec.quant.dequantize import IQ4_VALUES
 
 EPSILON = np.float32(1e-15)  # groups whose largest magnitude is below count as all zero
@@ -79,22 +80,18 @@ def nearest_int_bits(v: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Levels:
-    """Levels of all groups: clip(rint(inverse * (x - base)), low, high) + offset; `inverse` and `base` are [g]."""
+    """Levels of all groups: clip(rint(inverse * (x - base)), low, high); `inverse` and `base` are [g]."""
 
-    inverse: np.ndarray
-    base: np.ndarray | None
+    inverse: Array
+    base: Array | None
     low: int
     high: int
 
-    def of(self, x: np.ndarray) -> np.ndarray:
+    def of(self, x: Array) -> Array:
         """Levels minus `low` (so they start at 0), float32, for x [n, g]; groups with inverse 0 give 0."""
         v = x if self.base is None else x - self.base
-        levels = np.clip(np.rint(v * self.inverse), self.low, self.high) - np.float32(self.low)
-        return np.where(self.inverse == 0, np.float32(0), levels)
-
-    def select(self, groups: np.ndarray) -> Levels:
-        base = None if self.base is None else self.base[groups]
-        return Levels(self.inverse[groups], base, self.low, self.high)
+        levels = clip(rint(v * self.inverse), self.low, self.high) - self.low
+        return where(self.inverse == 0, levels * 0, levels)
 
 
 def symmetric(x: np.ndarray, n_max: int, w: np.ndarray) -> tuple[np.ndarray, Levels]:

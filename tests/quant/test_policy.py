@@ -35,7 +35,10 @@ def layer(i: int, *names: str) -> list[TensorInfo]:
     return [info(f"blk.{i}.{name}.weight", 512, 512) for name in sorted(names)]
 
 
-def types(tensors: list[TensorInfo], kind: str = "Q4_K_M", facts: Facts = Facts(n_blocks=8), **choices) -> dict:
+EIGHT_BLOCKS = Facts(n_blocks=8)
+
+
+def types(tensors: list[TensorInfo], kind: str = "Q4_K_M", facts: Facts = EIGHT_BLOCKS, **choices) -> dict:
     decisions = decide(tensors, facts, Choices(file_type(kind), **choices))
     return {d.name: d.type_name for d in decisions}
 

@@ -1,0 +1,68 @@
+"""The GPU's searches against numpy's: interpreted on the CPU for some types, on a device for all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from files import importance, make_file, weights, write_imatrix
+
+from ggufspec.gguf_file import open_gguf
+from ggufspec.quant.imatrix import read_imatrix
+from ggufspec.quant.policy import Choices, file_type
+from ggufspec.quant.quantize import ENCODERS
+from ggufspec.quant.requantize import Options, make_plan, run_plan
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Q4_K", "Q3_K", "IQ4_NL"])
+def test_interpreted_kernels_equal_numpy(name):
+    done = subprocess.run(
+        [sys.executable, "triton_twin.py", "1", "256", name], cwd=FOLDER, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_kernels_equal_numpy_on_the_device():
+    done = subprocess.run(
+        [sys.executable, "triton_twin.py", "24", "1024", *ENCODERS], cwd=FOLDER, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q3_K_L", "IQ4_XS", "Q8_0", "BF16"])
+def test_file_made_on_the_device_equals_the_cpus(tmp_path, kind):
+    data = weights()
+    matrix = read_imatrix(write_imatrix(tmp_path / "i.gguf", importance(data)))
+    for use in (None, matrix):
+        options = Options(Choices(file_type(kind), has_imatrix=use is not None), allow_requantize=True, imatrix=use)
+        plan = make_plan(open_gguf(make_file(tmp_path / "in.gguf", "Q8_0", data)), options)
+        run_plan(plan, tmp_path / "cpu.gguf")
+        run_plan(plan, tmp_path / "cuda.gguf", device="cuda")
+        assert (tmp_path / "cpu.gguf").read_bytes() == (tmp_path / "cuda.gguf").read_bytes()
+
+
+def test_memory_stays_small_whatever_the_tensor(tmp_path):
+    """Half a gigabyte of float32 goes through without being in memory at once."""
+    script = """
+import resource, sys
+from ggufspec.gguf_file import open_gguf
+from ggufspec.quant.policy import Choices, file_type
+from ggufspec.quant.requantize import Options, make_plan, run_plan
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run_plan(make_plan(open_gguf(sys.argv[1]), Options(Choices(file_type("Q8_0")))), sys.argv[2])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    data = {"output.weight": np.full((4096, 16384), 0.5, np.float32)}
+    source = make_file(tmp_path / "in.gguf", "F16", data, 1)
+    done = subprocess.run(
+        [sys.executable, "-c", script, source, tmp_path / "out.gguf"], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 150  # MiB; the tensor is 128 MiB as stored and 256 MiB as float32
