@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,25 @@ class EngineStats:
             self.accepted_at[i] += 1
 
 
+@dataclass
+class Inbox:
+    """What other threads asked for since the last step."""
+
+    submitted: list[Job] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.submitted or self.cancelled)
+
+
+class Link(Protocol):
+    """Joins the engines of a tensor split, so that all of them take the same requests at the same step."""
+
+    def share(self, inbox: Inbox) -> Inbox:
+        """The first rank's inbox, on every rank."""
+        ...
+
+
 class Engine:
     """Runs jobs on a target model with at most one drafter (which may be a chain of several).
 
@@ -89,6 +108,7 @@ class Engine:
         prompt_cache: PromptCache | None = None,
         use_graphs: bool = True,
         on_capture: Callable[[str], None] | None = None,
+        link: Link | None = None,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -106,9 +126,10 @@ class Engine:
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
         graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs)
+        self.link = link
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()
-        self._cancelled: set[int] = set()
+        self._inbox = Inbox()
         self._lock = threading.Lock()
 
     def _can_capture(self) -> bool:
@@ -139,21 +160,22 @@ class Engine:
         job = Job(next(self._ids), request)
         job.stats.t_submit = time.perf_counter()
         with self._lock:
-            self._queue.append(job)
+            self._inbox.submitted.append(job)
         return job
 
     def cancel(self, job: Job) -> None:
         """End a job at the next step (thread-safe); its slot is free then."""
         with self._lock:
-            self._cancelled.add(job.id)
+            self._inbox.cancelled.append(job.id)
 
     @property
     def idle(self) -> bool:
-        return not self._queue and all(slot.job is None for slot in self.slots)
+        """Nothing is queued, running or waiting to be cancelled."""
+        return not self._inbox and not self._queue and all(slot.job is None for slot in self.slots)
 
     @property
     def n_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._inbox.submitted)
 
     def generate(self, request: Request) -> Iterator[Event]:
         """One stream: submits the request and steps until it is done. Closing the iterator cancels the job."""
@@ -175,7 +197,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Admit, one prompt chunk, one decode step. Returns what happened, in order."""
-        events = self._drop_cancelled()
+        events = self._take_inbox()
         self._admit()
         waiting = [s for s in self.slots if s.job is not None and s.job.state is JobState.PROMPT]
         if waiting:
@@ -186,11 +208,16 @@ class Engine:
             events += self._decode(running)
         return events
 
-    def _drop_cancelled(self) -> list[Event]:
+    def _take_inbox(self) -> list[Event]:
+        """Queue what was submitted and drop what was cancelled since the last step."""
         with self._lock:
-            cancelled, self._cancelled = self._cancelled, set()
-            dropped = [job for job in self._queue if job.id in cancelled]
-            self._queue = deque(job for job in self._queue if job.id not in cancelled)
+            inbox, self._inbox = self._inbox, Inbox()
+        if self.link is not None:
+            inbox = self.link.share(inbox)
+        self._queue.extend(inbox.submitted)
+        cancelled = set(inbox.cancelled)
+        dropped = [job for job in self._queue if job.id in cancelled]
+        self._queue = deque(job for job in self._queue if job.id not in cancelled)
         for job in dropped:
             job.finish_reason, job.state = "cancelled", JobState.DONE
         events = [Event(job, "done") for job in dropped]
@@ -201,11 +228,9 @@ class Engine:
 
     def _admit(self) -> None:
         """Give queued jobs a free slot, oldest first; a job that wants a busy slot waits without blocking others."""
-        with self._lock:
-            for job in list(self._queue):
-                slot = admission.choose_slot(self.slots, job, self.cache.has_recurrent)
-                if slot is None:
-                    continue
+        for job in list(self._queue):
+            slot = admission.choose_slot(self.slots, job, self.cache.has_recurrent)
+            if slot is not None:
                 self._queue.remove(job)
                 admission.start(self, slot, job)
 
