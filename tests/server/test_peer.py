@@ -19,7 +19,6 @@ def both(tmp_path_factory):
         "endpoint_metrics": True,
         "model_alias": ["tiny"],
         "slot_save_path": f"{theirs}/",
-        "speculative.types": [],
     }
     with Peer(target_path(), n_ctx=1024, n_parallel=2, type_k="f16", params=params) as peer:
         with httpx.Client(base_url=peer.address, timeout=120) as their_client:

@@ -45,6 +45,7 @@ class Answer:
         self.done = False
         self._t_first = 0.0
         self._started = False
+        self._n_reported = 0
 
     @property
     def n_decoded(self) -> int:
@@ -63,6 +64,11 @@ class Answer:
         first, self._started = not self._started, True
         return first
 
+    def end_of_prompt(self) -> bool:
+        """True once, at the first generated token, unless the whole prompt was reported before."""
+        first, self._n_reported = self._n_reported < len(self.prompt), len(self.prompt)
+        return first
+
     def progress(self, n_done: int, ms: float) -> dict[str, int]:
         return {"total": len(self.prompt), "cache": self.n_cached, "processed": n_done, "time_ms": int(ms)}
 
@@ -76,6 +82,8 @@ class Answer:
             self.n_cached = self.job.n_prompt_cached
         if update.timings:
             self.timings = update.timings
+        if update.kind == "prompt":
+            self._n_reported = update.n_prompt_done
         step = Step(update.text, [token.id for token in update.tokens])
         if self.task.sampling.n_probs > 0:
             post = self.task.sampling.post_sampling_probs

@@ -22,7 +22,7 @@ from .worker import Update
 DEFAULT_MAX_TOKENS = 4096
 DEFAULT_BUDGET = 10000
 _PASSED_ON = (
-    "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "cache_prompt", "id_slot", "seed",
+    "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "id_slot", "seed",
     "timings_per_token", "return_progress", "min_p", "reasoning_format", "speculative",
 )  # fmt: skip
 

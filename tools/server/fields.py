@@ -152,6 +152,7 @@ class Task:
     reasoning_format: str = "deepseek"
     generation_prompt: str = ""
     speculative_types: str = "none"
+    eog: tuple[int, ...] = ()  # what `ignore_eos` bans
 
     def settings(self, with_text: bool = True) -> dict[str, Any]:
         """`generation_settings`; without the text fields for /props and /slots."""
@@ -171,9 +172,10 @@ class Task:
         out |= {"max_tokens": self.n_predict, "n_predict": self.n_predict, "n_keep": self.n_keep}
         out |= {"n_discard": self.n_discard, "ignore_eos": s.ignore_eos, "stream": self.stream}
         if with_text:
+            banned = [(token, -math.inf) for token in self.eog] if s.ignore_eos else []
             out["logit_bias"] = [
                 {"bias": None if math.isinf(bias) else float32(bias), "token": token}
-                for token, bias in s.logit_bias
+                for token, bias in (*s.logit_bias, *banned)
             ]
         out |= {"n_probs": s.n_probs, "min_keep": s.min_keep}
         if with_text:
@@ -232,7 +234,7 @@ class Reader:
             own["preserved_tokens"] = self._preserved(body["preserved_tokens"])
         if "reasoning_format" in body:
             own["reasoning_format"] = _reasoning_format(body["reasoning_format"])
-        task = replace(self.defaults, **own)
+        task = replace(self.defaults, eog=tuple(sorted(self.tokenizer.eog)), **own)
         try:
             task.sampling = replace(self.defaults.sampling, **sampling)
         except ConfigError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -21,7 +22,7 @@ async def props(http: HttpRequest, state: ServerState) -> Response:
     tokenizer = model.tokenizer
     out: dict[str, Any] = {
         "default_generation_settings": {
-            "params": model.defaults.settings(with_text=False),
+            "params": replace(model.defaults, reasoning_format="none").settings(with_text=False),
             "n_ctx": model.engine.n_ctx,
         },
         "total_slots": len(model.engine.slots),

@@ -186,6 +186,10 @@ async def _chunks(
             if answer.done:
                 continue
             step = answer.take(update)
+            if answer.end_of_prompt():
+                done = Update("prompt", n_prompt_done=len(answer.prompt), prompt_ms=update.prompt_ms)
+                for chunk in form.prompt(answer, done):
+                    yield chunk
             if step.text or step.tokens:
                 for chunk in form.delta(answer, step):
                     yield chunk

@@ -109,7 +109,8 @@ class ServerState:
             speculation=task.speculation,
             cache_prompt=task.cache_prompt,
             slot=task.id_slot % len(engine.slots) if task.id_slot >= 0 else None,
-            timings_per_token=task.timings_per_token or task.t_max_predict_ms > 0,
+            # the two limits of the server's own may end a stream at any token, and then its times are shown
+            timings_per_token=task.timings_per_token or task.t_max_predict_ms > 0 or task.n_indent > 0,
             parse_special_out=self.settings.chat.special,
             **more,
         )

@@ -195,9 +195,9 @@ class EngineWorker:
                 del self._streams[job.id]
             if event.kind == "error":
                 update.error = as_api_error(event.error or RuntimeError("the engine gave no reason"))
+            update.prompt_ms = job.stats.prompt_ms
             if event.kind in ("done", "prompt") or job.request.timings_per_token:
                 update.timings = job.stats.timings()
-                update.prompt_ms = job.stats.prompt_ms
             batch.append((stream, update))
         self.last_activity = time.monotonic()
         if batch:
