@@ -104,10 +104,12 @@ class JobStats:
 
     def timings(self) -> dict[str, float | int]:
         def per(n: int, ms: float) -> tuple[float, float]:
-            return (ms / n if n else 0.0, 1000.0 * n / ms if ms > 0 else 0.0)
+            return (ms / n if n else 0.0, 1000.0 * n / ms if n and ms > 0 else 0.0)
 
         prompt_per_token, prompt_per_second = per(self.prompt_n, self.prompt_ms)
-        predicted_per_token, predicted_per_second = per(self.predicted_n, self.predicted_ms)
+        # the first token comes out of the prompt's last chunk: it costs no decode step
+        predicted_ms = max(self.predicted_ms, 0.001) if self.predicted_n else 0.0
+        predicted_per_token, predicted_per_second = per(max(self.predicted_n - 1, 0), predicted_ms)
         out: dict[str, float | int] = {
             "cache_n": self.cache_n,
             "prompt_n": self.prompt_n,
@@ -115,7 +117,7 @@ class JobStats:
             "prompt_per_token_ms": prompt_per_token,
             "prompt_per_second": prompt_per_second,
             "predicted_n": self.predicted_n,
-            "predicted_ms": self.predicted_ms,
+            "predicted_ms": predicted_ms,
             "predicted_per_token_ms": predicted_per_token,
             "predicted_per_second": predicted_per_second,
         }
