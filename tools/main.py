@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -80,6 +81,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:

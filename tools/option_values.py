@@ -216,3 +216,17 @@ def existing_directory(path: str) -> str:
 def appended(read: Reader) -> Callable[[str], Sequence[Any]]:
     """For options whose single values add up to a list."""
     return lambda value: (read(value),)
+
+
+_ESCAPE = re.compile(rb"\\(x[0-9A-Fa-f]{2}|[nrt'\"\\])")
+_PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
+
+
+def unescaped(value: str) -> str:
+    r"""`\n \r \t \' \" \\ \xHH` resolved; other pairs stay as they are. Bytes that are no UTF-8 become U+FFFD."""
+
+    def one(match: re.Match[bytes]) -> bytes:
+        found = match.group(1)
+        return bytes([int(found[1:], 16)]) if found[:1] == b"x" and len(found) == 3 else _PLAIN[found]
+
+    return _ESCAPE.sub(one, value.encode(errors="surrogatepass")).decode(errors="replace")

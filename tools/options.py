@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ggufspec.errors import ConfigError
+from ggufspec.tools.option_values import unescaped
 from ggufspec.tools.settings import Settings
 
 Status = Literal["supported", "no-op", "unsupported", "removed"]
@@ -117,7 +118,25 @@ def parse(
         reader.environment(option, environ)
     reader.from_environment = {key for key in reader.values}
     reader.arguments(list(argv), environ)
-    return build(base, reader.values)
+    return with_escapes(build(base, reader.values))
+
+
+def with_escapes(settings: Settings) -> Settings:
+    """Backslash escapes resolved in prompts, reverse prompts and DRY breakers, unless --no-escape."""
+    if not settings.cli.escape:
+        return settings
+    read = unescaped
+    cli, chat, sampling = settings.cli, settings.chat, settings.sampling
+    return replace(
+        settings,
+        cli=replace(
+            cli,
+            prompt=None if cli.prompt is None else read(cli.prompt),
+            system=None if cli.system is None else read(cli.system),
+        ),
+        chat=replace(chat, reverse_prompts=tuple(map(read, chat.reverse_prompts))),
+        sampling=replace(sampling, dry_sequence_breakers=tuple(map(read, sampling.dry_sequence_breakers))),
+    )
 
 
 def defaults(tool: str) -> Settings:
@@ -125,6 +144,8 @@ def defaults(tool: str) -> Settings:
     settings = Settings()
     if tool == "server":
         return build(settings, {"context.n_parallel": -1}, given=False)
+    if tool == "cli":
+        return build(settings, {"common.verbosity": 2}, given=False)
     if tool == "perplexity":
         return build(settings, {"context.n_ctx": 512, "cli.escape": False}, given=False)
     return settings

@@ -57,7 +57,10 @@ def prefix(text: str) -> str:
 
 OPTIONS = (
     # chats
-    _chat_switch("--jinja", "jinja", "use the model's Jinja chat template (tools need it)", "JINJA", "--no-jinja"),
+    Option(("--jinja",), "chat", "use the model's Jinja chat template (tools need it)", "chat.jinja",
+           negative=("--no-jinja",), env="LLAMA_ARG_JINJA", tools=_SERVER),
+    Option(("--jinja",), "chat", negative=("--no-jinja",), env="LLAMA_ARG_JINJA", tools=TEXT - _SERVER,
+           status="no-op", note="templates are always Jinja; only tools, a server's affair, ask for it"),
     _chat("--chat-template", "template", "NAME|TEXT", read.text, "a built-in template's name, or Jinja source",
           "CHAT_TEMPLATE"),
     _chat("--chat-template-file", "template_file", "FNAME", read.text, "Jinja template from a file",

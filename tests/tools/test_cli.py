@@ -1,0 +1,249 @@
+"""`ggufspec cli` on a small random model: raw completions, chats, Ctrl-C, and what goes wrong."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import families
+import pytest
+from small_vocabulary import byte_bpe
+
+from ggufspec.engine import Engine
+from ggufspec.gguf_file import open_gguf
+from ggufspec.gguf_write import Key
+from ggufspec.job import Request
+from ggufspec.models import load_model
+from ggufspec.sampling import SamplingParams
+from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools.main import run
+
+N_CTX = 768
+HOT = ("-n", "30", "--temp", "3", "--no-display-prompt")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A model that walks through the printable characters: its text is valid and never ends by itself."""
+    return str(families.make_qwen35(tmp_path_factory.mktemp("cli") / "m.gguf", seed=3, follow=1.5))
+
+
+def expected(path, prompt, n, **sampling):
+    """The text by the engine alone."""
+    file = open_gguf(path)
+    tokenizer = Tokenizer.from_metadata(file.metadata)
+    engine = Engine(load_model(file), tokenizer, n_ctx=N_CTX)
+    ids = tokenizer.encode(prompt, add_special=True, parse_special=True)
+    request = Request(ids, SamplingParams(**sampling), n_predict=n, parse_special_out=False)
+    return "".join(event.text for event in engine.generate(request))
+
+
+def ggufspec(capsys, monkeypatch, *argv, stdin=""):
+    """(status, stdout, stderr) of one command."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    for name in [name for name in os.environ if name.startswith("LLAMA_")]:
+        monkeypatch.delenv(name)
+    status = run(argv)
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch, path):
+    def call(*argv, stdin=""):
+        return ggufspec(capsys, monkeypatch, "cli", "-m", path, "-c", str(N_CTX), *argv, stdin=stdin)
+
+    return call
+
+
+def test_completion_is_the_engines_text(cli, path):
+    status, out, err = cli("-p", "Hello", "-n", "24", "--temp", "0")
+    assert status == 0
+    assert out.rstrip("\n") == "Hello" + expected(path, "Hello", 24, temperature=0.0)
+    assert re.search(r"prompt eval time = +[\d.]+ ms / +5 tokens", err)
+    assert re.search(r" eval time = +[\d.]+ ms / +23 runs", err)
+
+
+def test_a_seed_is_a_text_with_or_without_drafts(cli, path):
+    texts = []
+    for more in ([], ["--spec-type", "draft-mtp"], ["--spec-type", "ngram-simple", "--spec-draft-n-max", "5"]):
+        status, out, err = cli("-p", "Hello", *HOT, "--seed", "7", *more)
+        assert status == 0
+        texts.append(out)
+        assert ("draft-mtp: #calls" in err) == ("draft-mtp" in more)
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0].rstrip("\n") == expected(path, "Hello", 30, temperature=3.0, seed=7).rstrip("\n")
+    assert cli("-p", "Hello", *HOT, "--seed", "8")[1] != texts[0]
+
+
+def test_prompt_from_a_file_with_escapes(cli, tmp_path):
+    (tmp_path / "p.txt").write_text("a\\tb\n\n")
+    _, out, _ = cli("-f", str(tmp_path / "p.txt"), "-n", "1", "--temp", "0")
+    assert out.startswith("a\tb\n")
+    assert cli("-f", str(tmp_path / "p.txt"), "-n", "1", "--temp", "0", "--no-escape")[1].startswith("a\\tb\n")
+
+
+def test_grammar_bias_and_reverse_prompt(cli):
+    grammar = ("-n", "30", "--grammar", 'root ::= "yes" | "no"', "--temp", "0", "--no-display-prompt")
+    _, out, _ = cli("-p", "x", *grammar)
+    assert out in ("yes [end of text]\n", "no [end of text]\n")
+    _, out, _ = cli("-p", "x", "-n", "5", "-l", "33+1000", "--no-display-prompt", "--temp", "0")
+    assert len(set(out.rstrip("\n"))) == 1
+    text = cli("-p", "Hello", "-n", "24", "--temp", "0", "--no-display-prompt")[1]
+    cut = text[6:9]
+    assert cli("-p", "Hello", "-n", "24", "--temp", "0", "--no-display-prompt", "-r", cut)[1] == text[:6] + "\n"
+
+
+def test_generation_ends_where_the_context_does(cli):
+    status, out, err = cli("-p", "Hi", "-c", "256", "--temp", "0", "--ignore-eos", "--no-display-prompt")
+    assert status == 0
+    assert re.search(r"total time = +[\d.]+ ms / +256 tokens", err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-p", "x" * 3000], "prompt is too long (3000 tokens, max 764): raise --ctx-size"),
+        (["-p", ""], "the prompt is empty"),
+        (["-p", "x", "--grammar", "root ::= foo"], "undefined rule 'foo'"),
+        (["-p", "x", "-l", "999999+1"], "token 999999 is outside the vocabulary"),
+        (["-p", "x", "--spec-type", "draft-dspark"], "draft-dspark"),
+        (["-p", "x", "-ctk", "q4_0", "-dev", "CUDA77"], "CUDA"),
+        (["-p", "x", "--context-shift"], "--context-shift is not supported"),
+        (["--hlep"], "did you mean --help?"),
+    ],
+)
+def test_errors_are_one_line(cli, argv, message):
+    status, out, err = cli(*argv)
+    assert status == 1 and out == ""
+    lines = [line for line in err.splitlines() if line]
+    assert len(lines) == 1 and message in lines[0] and lines[0].startswith("error")
+
+
+def test_missing_model(capsys, monkeypatch):
+    status, out, err = ggufspec(capsys, monkeypatch, "cli", "-m", "/nonexistent.gguf", "-p", "x")
+    assert status == 1 and "/nonexistent.gguf" in err and "Traceback" not in err
+
+
+def test_unknown_command(capsys, monkeypatch):
+    status, _, err = ggufspec(capsys, monkeypatch, "clii")
+    assert status == 2 and "did you mean cli?" in err
+
+
+def test_chat_with_history_and_commands(cli):
+    lines = ["Hello", "More \\", "of it", "/regen", "/clear", "Hello", "/help", "", "/e"]
+    status, out, err = cli("-n", "12", "--temp", "0", "--no-show-timings", stdin="\n".join(lines) + "\n")
+    assert status == 0 and out.endswith("Exiting...\n")
+    answers = [part.strip() for part in out.split("\n> ")[1:]]
+    first, second, again, cleared, anew, listed = answers[:6]
+    assert first == anew and second == again
+    assert cleared == "The conversation is forgotten."
+    assert "/regen" in listed and "model: " in err
+
+
+def test_first_message_system_and_single_turn(cli, path, tmp_path):
+    file = tmp_path / "transcript.txt"
+    status, out, _ = cli("-cnv", "-st", "-sys", "Be short.", "-p", "Hello", "-n", "10", "--temp", "0", "-o", str(file))
+    prompt = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    answer = expected(path, prompt, 10, temperature=0.0)
+    assert status == 0 and answer in out and re.search(r"\[ Prompt: [\d.]+ t/s \| Generation: [\d.]+ t/s \]", out)
+    assert file.read_text() == f"system: Be short.\n\nuser: Hello\n\nassistant: {answer}\n"
+
+
+def test_read_puts_a_file_before_the_message(cli, tmp_path):
+    note = tmp_path / "note.txt"
+    note.write_text("remember")
+    out_file = tmp_path / "transcript.txt"
+    stdin = f"/read {note}\n/read {tmp_path}/none\nHi\n"
+    status, out, _ = cli("-n", "4", "--temp", "0", "-o", str(out_file), stdin=stdin)
+    assert status == 0 and "No such file" in out
+    assert f"user: --- File: {note} ---\nremember\nHi" in out_file.read_text()
+
+
+def test_a_message_that_does_not_fit_is_taken_back(cli):
+    status, out, _ = cli("-n", "4", "--temp", "0", "--no-show-timings", stdin="x" * 2000 + "\nHi\n/exit\n")
+    assert status == 0 and "exceeds the available context size" in out
+    assert len([part for part in out.split("\n> ") if part.strip()]) >= 2
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+
+def test_thoughts_are_marked(cli):
+    grammar = 'root ::= "thought" "</think>" "answer"'
+    argv = ("-n", "40", "--temp", "0", "--chat-template", THINKING, "--grammar", grammar, "--no-show-timings")
+    _, out, _ = cli(*argv, "-st", stdin="Hi\n")
+    assert "[Start thinking]\nthought\n[End thinking]\n\nanswer\n" in out
+    _, out, _ = cli(*argv, "-st", "--reasoning-format", "none", stdin="Hi\n")
+    assert "[Start thinking]" not in out and "thought</think>answer" in out
+
+
+def test_model_without_template(capsys, monkeypatch, tmp_path):
+    keys = [key for key in byte_bpe(families.Sizes().n_vocab, "qwen2") if key.name != "tokenizer.chat_template"]
+    made = families.make_qwen3(tmp_path / "p.gguf", vocabulary=keys)
+    status, _, err = ggufspec(capsys, monkeypatch, "cli", "-m", str(made), "-c", "256")
+    assert status == 1 and "has no chat template" in err
+
+
+def test_values_of_the_file_stand_where_the_user_said_nothing(capsys, monkeypatch, tmp_path):
+    keys = [Key("general.sampling.temp", "f32", 0.0), Key("general.sampling.top_k", "i32", 1)]
+    made = str(families.make_qwen35(tmp_path / "s.gguf", seed=3, follow=4.0, keys=_as_keys(keys)))
+    argv = ("cli", "-m", made, "-c", str(N_CTX), "-p", "Hello", "-n", "16", "--no-display-prompt")
+    greedy = ggufspec(capsys, monkeypatch, *argv)[1]
+    assert greedy == ggufspec(capsys, monkeypatch, *argv, "--temp", "0")[1]
+    hot = ("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--seed", "3")
+    assert ggufspec(capsys, monkeypatch, *argv, *hot)[1] != greedy
+
+
+def _as_keys(keys):
+    return {key.name: (key.type, key.value) for key in keys}
+
+
+def start(*argv, **more):
+    return subprocess.Popen([sys.executable, "-c", "from ggufspec.tools.main import main; main()", *argv],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)  # fmt: skip
+
+
+def wait_for_text(process, n=8):
+    text = b""
+    while len(text) < n:
+        text += os.read(process.stdout.fileno(), 64)
+    return text
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_the_answer_and_the_program(path, presses):
+    with start("cli", "-m", path, "-c", "4096", "-p", "Hello", "--ignore-eos", "-t", "1") as process:
+        wait_for_text(process)
+        for _ in range(presses):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.0 if presses == 2 else 0.2)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT) and b"Traceback" not in err
+    if presses == 1:
+        assert b"eval time" in err
+
+
+def test_ctrl_c_ends_an_answer_but_not_the_chat(path):
+    with start("cli", "-m", path, "-c", "4096", "-cnv", "-p", "Hello", "--ignore-eos", "-t", "1",
+               stdin=subprocess.PIPE) as process:  # fmt: skip
+        wait_for_text(process, 40)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(b"/exit\n", timeout=60)
+    assert process.returncode == 0 and out.endswith(b"Exiting...\n") and b"Traceback" not in err
+
+
+def test_a_closed_pipe_is_not_an_error(path):
+    with start("cli", "-m", path, "-c", "4096", "-p", "Hello", "--ignore-eos", "-t", "1") as process:
+        wait_for_text(process)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(60)
+    assert process.returncode in (0, 1) and b"Traceback" not in err

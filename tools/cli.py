@@ -1,0 +1,123 @@
+"""`ggufspec cli`: text from a prompt, or a chat, in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from ggufspec import bundled
+from ggufspec.errors import RequestError
+from ggufspec.grammar import GrammarSpec
+from ggufspec.job import Request
+from ggufspec.sampling import SamplingParams
+from ggufspec.tools import cli_chat, model_defaults
+from ggufspec.tools.command import OptionCommand
+from ggufspec.tools.runtime import Runtime, open_runtime
+from ggufspec.tools.settings import Settings
+from ggufspec.tools.terminal import Clock, Interrupt, Screen, drafter_lines, quit_at_once, timing_lines
+
+ROOM = 4  # tokens of the context that a raw prompt must leave
+
+
+def run(settings: Settings) -> int:
+    clock = Clock()
+    settings = with_bundled_model(settings)
+    runtime = open_runtime(settings)
+    sampling = model_defaults.sampling_of(settings, runtime.file.metadata).with_seed()
+    request = Request(
+        [],
+        sampling,
+        n_predict=settings.context.n_predict,
+        stop=settings.chat.reverse_prompts,
+        grammar=grammar_of(settings),
+        parse_special_out=settings.chat.special,
+    )
+    if settings.common.warmup:
+        warm_up(runtime)
+    load_ms = clock.ms()
+    screen = Screen(settings.cli.color)
+    if is_chat(settings):
+        return cli_chat.chat(runtime, request, screen)
+    return complete(runtime, request, screen, load_ms)
+
+
+def with_bundled_model(settings: Settings) -> Settings:
+    """Without --model: the model inside the package, drafting with its own MTP block or a bundled drafter."""
+    if settings.model.path is not None:
+        return settings
+    spec = settings.speculative
+    types = spec.types or (() if spec.model else ("draft-mtp",))
+    model = spec.model
+    if model is None and types in (("draft-dspark",), ("draft-dflash",)):
+        model = str(bundled.path("dspark" if types == ("draft-dspark",) else "dflash2"))
+    path = bundled.target_path()
+    print(f"no --model given: running the bundled {path.name} ({','.join(types) or 'drafter of --model-draft'})",
+          file=sys.stderr)  # fmt: skip
+    return replace(
+        settings,
+        model=replace(settings.model, path=str(path)),
+        speculative=replace(spec, types=types, model=model),
+    )
+
+
+def is_chat(settings: Settings) -> bool:
+    wanted = settings.cli.conversation
+    return settings.cli.prompt is None if wanted is None else wanted
+
+
+def grammar_of(settings: Settings) -> GrammarSpec | None:
+    """--json-schema wins over --grammar, as the later conversion does in llama.cpp."""
+    if settings.grammar.json_schema is not None:
+        return GrammarSpec("json_schema", settings.grammar.json_schema)
+    return GrammarSpec("gbnf", settings.grammar.grammar) if settings.grammar.grammar is not None else None
+
+
+def warm_up(runtime: Runtime) -> None:
+    """One short run on a GPU: kernels are compiled and steps captured before anyone waits for text."""
+    engine = runtime.engine
+    if engine.device.type != "cuda":
+        return
+    prompt = [runtime.tokenizer.bos or 0] * 8
+    for _ in engine.generate(Request(prompt, SamplingParams(temperature=0), n_predict=4, cache_prompt=False)):
+        pass
+    engine.stats = type(engine.stats)()
+    for member in getattr(engine.drafter, "members", [engine.drafter]):
+        if member is not None:
+            member.stats = type(member.stats)(member.name, member.stats.n_max)
+
+
+def complete(runtime: Runtime, request: Request, screen: Screen, load_ms: float) -> int:
+    """One completion of the raw prompt."""
+    settings, tokenizer, clock = runtime.settings, runtime.tokenizer, Clock()
+    ids = tokenizer.encode(settings.cli.prompt or "", add_special=True, parse_special=True)
+    if not ids:
+        raise RequestError("the prompt is empty: give one with -p or -f")
+    room = runtime.engine.n_ctx - ROOM
+    if len(ids) > room:
+        raise RequestError(f"prompt is too long ({len(ids)} tokens, max {room}): raise --ctx-size")
+    shown = tokenizer.decode(ids, skip_special=not settings.chat.special) if settings.cli.display_prompt else ""
+    job = None
+    with Interrupt() as interrupt:
+        events = runtime.engine.generate(replace(request, prompt=ids))
+        for event in events:
+            if job is None:  # the request is good: nothing is printed before that is known
+                screen.prompt(shown)
+            job = event.job
+            screen.write(event.text)
+            if interrupt.pressed:
+                break
+        events.close()
+    if interrupt.pressed:
+        quit_at_once()
+    assert job is not None
+    screen.write(" [end of text]\n" if job.stop_kind == "eos" else "\n")
+    if settings.cli.show_timings and settings.common.perf:
+        lines = timing_lines(job.stats, load_ms, load_ms + clock.ms()) + drafter_lines(runtime.drafter)
+        print("", *lines, sep="\n", file=sys.stderr)
+    return 130 if interrupt.pressed else 0
+
+
+command = OptionCommand(
+    "cli", run, "Generate text in the terminal: one completion with -p or -f, otherwise a chat. Without -m the model "
+    "that ships with the package runs."
+)  # fmt: skip
