@@ -1,0 +1,350 @@
+"""Triton kernels against their twins, on any device: run by the CPU interpreter at small sizes (`test_triton.py`)
+and by a card at real ones (`tests/gpu/test_kernels.py`).
+
+A case takes the device and whether sizes are real; it raises AssertionError on a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ggufspec.kernels import gdn
+from ggufspec.kernels import kv as kvs
+from ggufspec.kernels.attention import AttentionSpec
+from ggufspec.kernels.attention import plain as attention_plain
+from ggufspec.kernels.attention import triton as attention_triton
+from ggufspec.kernels.conv import plain as conv_plain
+from ggufspec.kernels.conv import triton as conv_triton
+from ggufspec.kernels.gdn import GdnSpec, GdnWeights, chunked
+from ggufspec.kernels.gdn import plain as gdn_plain
+from ggufspec.kernels.gdn import triton as gdn_triton
+from ggufspec.kernels.kv import plain as kv_plain
+from ggufspec.kernels.kv import triton as kv_triton
+from ggufspec.kernels.norm import plain as norm_plain
+from ggufspec.kernels.norm import triton as norm_triton
+from ggufspec.kernels.rope import RopeSpec
+from ggufspec.kernels.rope import plain as rope_plain
+from ggufspec.kernels.rope import triton as rope_triton
+from ggufspec.kernels.select import plain as select_plain
+from ggufspec.kernels.select import triton as select_triton
+
+CASES: dict[str, Callable[[str, bool], None]] = {}
+EPS = 1e-6
+
+
+def case(function: Callable[[str, bool], None]) -> Callable[[str, bool], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def close(got: Tensor, expected: Tensor, limit: float, what: str = "") -> None:
+    assert got.shape == expected.shape, (what, got.shape, expected.shape)
+    assert bool(torch.isfinite(got).all()), f"{what}: not finite"
+    error = (got.cpu().double() - expected.double()).abs().max().item()
+    assert error <= limit, f"{what}: off by {error}, limit {limit}"
+
+
+def same(got: Tensor, expected: Tensor, what: str = "") -> None:
+    different = int((got.cpu() != expected.cpu()).sum())
+    assert got.shape == expected.shape and different == 0, f"{what}: {different} of {got.numel()} differ"
+
+
+def on(device: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.to(device) for t in tensors)
+
+
+# ---- norm, rope
+
+
+@case
+def norms(device: str, real: bool) -> None:
+    for T, D in ((1, 5120), (7, 5120), (48 * 8, 128)) if real else ((3, 100), (9, 64)):
+        x, y, w = random(T, D), random(T, D, seed=1), random(D)
+        dx, dy, dw = on(device, x, y, w)
+        close(norm_triton.rms_norm(dx, dw, EPS), norm_plain.rms_norm(x, w, EPS), 1e-5, "rms_norm")
+        total, normed = norm_triton.add_rms_norm(dx, dy, dw, EPS)
+        same(total, x + y, "sum")
+        close(normed, norm_plain.rms_norm(x + y, w, EPS), 1e-5, "add_rms_norm")
+        close(norm_triton.gated_norm(dx, dy, dw, EPS), norm_plain.gated_norm(x, y, w, EPS), 2e-5, "gated_norm")
+        for name in ("swiglu", "geglu", "sigmoid_gate"):
+            close(getattr(norm_triton, name)(dx, dy), getattr(norm_plain, name)(x, y), 1e-5, name)
+        for start, n in ((0, 1), (T // 2, max(1, T // 3))):
+            part = norm_triton.add_rms_norm(dx[start : start + n], dy[start : start + n], dw, EPS)[1]
+            same(part, normed[start : start + n], "rows alone")
+
+
+@case
+def rope(device: str, real: bool) -> None:
+    W, H, hd = (16, 24, 256) if real else (3, 2, 24)
+    for n_rot, pairing in ((64 if real else 16, "neox"), (hd, "norm")):
+        spec = RopeSpec(n_rot, pairing=pairing)
+        positions = torch.arange(2 * W).view(2, W) * 1001
+        x = random(2, W, H, hd)
+        cos, sin = rope_plain.tables(positions, spec)
+        got = rope_triton.tables(positions.to(device), spec)
+        close(got[0], cos, 1e-6, "cos"), close(got[1], sin, 1e-6, "sin")
+        close(rope_triton.rotate(x.to(device), *on(device, cos, sin), spec), rope_plain.rotate(x, cos, sin, spec),
+              1e-5, "rotate")  # fmt: skip
+
+
+# ---- cache
+
+
+def caches(device: str, type_k: str, type_v: str, *shape: int, ring: bool = False) -> tuple[kvs.KV, kvs.KV]:
+    return (kvs.allocate(type_k, type_v, *shape, "cpu", ring=ring),
+            kvs.allocate(type_k, type_v, *shape, device, ring=ring))  # fmt: skip
+
+
+@case
+def store(device: str, real: bool) -> None:
+    W, n_kv, hd = (16, 4, 256) if real else (3, 2, 128)
+    slots = torch.tensor([2, 0])
+    for type_name in kvs.TYPES:
+        for ring in (False, True):
+            mine, theirs = caches(device, type_name, type_name, 3, 256, n_kv, hd, 64, ring=ring)
+            k, v = random(2, W, n_kv, hd) * 2, random(2, W, n_kv, 64)
+            k[0, 0, 0, :32] = 0.0
+            positions = torch.stack((torch.arange(W) + (1000 if ring else 100), torch.arange(W)))
+            positions[1, 2:] = -1
+            kv_plain.store(mine, k, v, slots, positions)
+            kv_triton.store(theirs, *on(device, k, v, slots, positions))
+            if type_name == "bf16" and device == "cpu":  # the interpreter cuts off where a card rounds
+                close(theirs.k.float(), mine.k.float(), 0.04, type_name)
+                continue
+            allowed = 2 if type_name == "iq4_nl" else 0  # its scale is a sum, taken in another order
+            for a, b in ((mine.k, theirs.k), (mine.v, theirs.v)):
+                different = int((a != b.cpu()).sum())
+                assert different <= allowed * a.numel() // 1000, f"{type_name}: {different} bytes differ"
+
+
+@case
+def norm_rope_store(device: str, real: bool) -> None:
+    B, W, H, n_kv, hd = (2, 8, 24, 4, 256) if real else (2, 2, 4, 2, 64)
+    spec = RopeSpec(64 if real else 16)
+    q_gate, k, v = random(B, W, H, 2, hd), random(B, W, n_kv, hd), random(B, W, n_kv, hd, seed=1)
+    weights = random(hd), random(hd, seed=1)
+    slots, positions = torch.tensor([1, 0]), torch.arange(B * W).view(B, W)
+    tables = rope_plain.tables(positions, spec)
+    for type_name in ("f32", "f16", "q8_0"):
+        for norms in (None, (*weights, EPS)):
+            mine, theirs = caches(device, type_name, type_name, 2, 256, n_kv, hd, hd)
+            expected = kv_plain.norm_rope_store(mine, q_gate[..., 0, :], k, v, slots, positions, norms,
+                                                (*tables, spec))  # fmt: skip
+            dnorms = None if norms is None else (*on(device, *weights), EPS)
+            dq, dk, dv, ds, dp, cos, sin = on(device, q_gate, k, v, slots, positions, *tables)
+            got = kv_triton.norm_rope_store(theirs, dq[..., 0, :], dk, dv, ds, dp, dnorms, (cos, sin, spec))
+            close(got, expected, 2e-5, f"q {type_name}")
+            for slot, entry in ((1, 0), (0, 1)):
+                first = int(positions[entry, 0])
+                for a, b in zip(kv_plain.decode_cells(mine, slot, first, first + W),
+                                kv_plain.decode_cells(theirs, slot, first, first + W)):  # fmt: skip
+                    close(b, a, {"f32": 2e-5, "f16": 5e-3, "q8_0": 0.06}[type_name], f"cache {type_name}")
+
+
+# ---- attention
+
+
+def filled(device: str, type_k: str, type_v: str, n: int, n_cells: int, n_kv: int, hd: int, hd_v: int,
+           ring: bool = False) -> tuple[kvs.KV, kvs.KV]:  # fmt: skip
+    """The same cache on the CPU and on the device, slot 1 holding n random positions."""
+    mine, theirs = caches(device, type_k, type_v, 2, n_cells, n_kv, hd, hd_v, ring=ring)
+    k, v = random(1, n, n_kv, hd), random(1, n, n_kv, hd_v, seed=1)
+    for start in range(0, n, 200):
+        stop = min(n, start + 200)
+        kv_plain.store(mine, k[:, start:stop], v[:, start:stop], torch.tensor([1]), torch.arange(start, stop)[None])
+    theirs.k.copy_(mine.k), theirs.v.copy_(mine.v)
+    return mine, theirs
+
+
+def one(value: int, device: str = "cpu") -> Tensor:
+    return torch.tensor([value], device=device)
+
+
+@case
+def attention_types(device: str, real: bool) -> None:
+    n_kv, G, hd, hd_v, n, W = (4, 6, 256, 256, 3000, 8) if real else (2, 3, 64, 32, 300, 3)
+    q = random(1, W, n_kv * G, hd)
+    pairs = [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_1"), ("q5_0", "q5_1"),
+             ("iq4_nl", "f16")]  # fmt: skip
+    for type_k, type_v in pairs:
+        mine, theirs = filled(device, type_k, type_v, n, n, n_kv, hd, hd_v)
+        spec = AttentionSpec(hd**-0.5)
+        expected = attention_plain.attend(q, mine, one(1), one(n - W), one(W), spec)
+        got = attention_triton.attend(q.to(device), theirs, one(1, device), one(n - W, device), one(W, device), spec)
+        close(got, expected, 5e-6 if type_k == "f32" else 2e-3, f"{type_k} {type_v}")
+
+
+@case
+def attention_masks(device: str, real: bool) -> None:
+    n_kv, G, hd, hd_v = (4, 6, 128, 128) if real else (2, 3, 64, 32)
+    n = 2000 if real else 530
+    sinks = torch.linspace(-2, 3, n_kv * G)
+    for causal, window, sink, ring, n_past, n_rows, W in (
+        (True, 0, True, False, n - 8, 5, 8),
+        (True, 40, False, False, n - 8, 8, 8),
+        (False, 40, True, False, n - 8, 8, 8),
+        (True, 200, True, True, n - 8, 8, 8),
+        (False, 200, False, True, n - 8, 8, 8),
+        (True, 0, True, False, 255, 20, 20),
+        (True, 40, False, False, 300, 40, 50),
+        (False, 200, True, True, n - 30, 30, 30),
+    ):
+        mine, theirs = filled(device, "f32", "f32", n_past + n_rows, 256 if ring else n, n_kv, hd, hd_v, ring)
+        q_gate = random(1, W, n_kv * G, 2, hd_v)
+        q = random(1, W, n_kv * G, hd)
+        spec = AttentionSpec(hd**-0.5, causal, window, sinks if sink else None)
+        dspec = AttentionSpec(hd**-0.5, causal, window, sinks.to(device) if sink else None)
+        expected = attention_plain.attend(q, mine, one(1), one(n_past), one(n_rows), spec, q_gate[..., 1, :])
+        got = attention_triton.attend(q.to(device), theirs, one(1, device), one(n_past, device), one(n_rows, device),
+                                      dspec, q_gate.to(device)[..., 1, :])  # fmt: skip
+        close(got[:, :n_rows], expected[:, :n_rows], 1e-5, f"{causal, window, sink, ring, n_past, n_rows, W}")
+        assert bool(torch.isfinite(got).all())
+
+
+@case
+def attention_width(device: str, real: bool) -> None:
+    """A row's bits do not depend on the rows beside it, nor on other slots."""
+    n_kv, G, hd = (4, 6, 256) if real else (2, 3, 64)
+    widths = range(1, 17) if real else (2, 3)
+    for type_name in ("f16", "q8_0", "bf16", "f32") if real else ("q8_0",):
+        for window in (0, 100):
+            n = 3000 if real else 515
+            _, kv = filled(device, type_name, type_name, n, n, n_kv, hd, hd)
+            kv.k[0], kv.v[0] = kv.k[1], kv.v[1]
+            spec = AttentionSpec(hd**-0.5, window=window)
+            start = 510 if not real else 2555
+            q = random(1, 16, n_kv * G, hd).to(device)
+
+            def run(first: int, W: int, q=q, kv=kv, spec=spec, start=start) -> Tensor:
+                rows = q[:, first : first + W]
+                counts = one(start + first, device), one(W, device)
+                return attention_triton.attend(rows, kv, one(1, device), *counts, spec)
+
+            alone = torch.cat([run(i, 1) for i in range(max(widths))], 1)
+            for W in widths:
+                same(run(0, W), alone[:, :W], f"{type_name} window {window} width {W}")
+            W = max(widths)
+            both = attention_triton.attend(
+                torch.cat((q[:, :W].flip(1), q[:, :W])), kv, torch.tensor([0, 1], device=device),
+                torch.tensor([7, start], device=device), torch.tensor([1, W], device=device), spec,
+            )  # fmt: skip
+            same(both[1:], alone[:, :W], f"{type_name} window {window} beside another slot")
+
+
+# ---- gated DeltaNet
+
+
+def gdn_setup(real: bool) -> tuple[GdnSpec, GdnWeights]:
+    spec = GdnSpec(16, 48, 128, 4, EPS) if real else GdnSpec(2, 4, 16, 4, EPS)
+    return spec, GdnWeights(random(spec.conv_dim, 4) * 0.5, random(spec.n_v), -random(spec.n_v, seed=1).abs() - 0.01)
+
+
+def gdn_rows(spec: GdnSpec, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    alpha = random(2, T, spec.n_v) * 2
+    alpha[:, ::5, 0] = 25.0
+    return random(2, T, spec.conv_dim), alpha, random(2, T, spec.n_v, seed=1)
+
+
+def gdn_run(room, device: str, real: bool, accepted: list[int], width: int) -> tuple[Tensor, gdn.GdnState]:
+    spec, weights = gdn_setup(real)
+    weights = GdnWeights(*on(device, weights.conv, weights.dt, weights.a))
+    rows = gdn_rows(spec, 24)
+    state = gdn.allocate(spec, 3, device)
+    slots = torch.tensor([2, 0], device=device)
+    outs, start = [], 0
+    for n in accepted:
+        part = [x[:, start : start + width].clone() for x in rows]
+        for x in part:
+            x[:, n:] = 3.0  # rejected rows are something else
+        outs.append(room.step(*on(device, *part), weights, state, slots, spec)[:, :n])
+        gdn.accept(state, slots, torch.tensor([n, n], device=device))
+        start += n
+    room.replay(state, slots)
+    return torch.cat(outs, 1), state
+
+
+@case
+def gdn_steps(device: str, real: bool) -> None:
+    n = 12 if real else 6
+    expected, mine = gdn_run(gdn_plain, "cpu", real, [1] * n, 1)
+    alone, state = gdn_run(gdn_triton, device, real, [1] * n, 1)
+    close(alone, expected, 1e-5, "output"), close(state.state, mine.state, 1e-5, "state")
+    same(state.tail, mine.tail, "tail")
+    for accepted, width in (([3, 0, 4, 5], 5), ([0, 8, 4], 8), ([12], 12)) if real else (([3, 0, 2, 1], 4),):
+        got, grouped = gdn_run(gdn_triton, device, real, accepted, width)
+        same(got, alone, f"grouped as {accepted}")
+        same(grouped.state, state.state, f"state grouped as {accepted}")
+        same(grouped.tail, state.tail, f"tail grouped as {accepted}")
+
+
+@case
+def gdn_prompt(device: str, real: bool) -> None:
+    spec, weights = gdn_setup(real)
+    dweights = GdnWeights(*on(device, weights.conv, weights.dt, weights.a))
+    T = 150 if real else 12
+    rows = gdn_rows(spec, T)
+    slots, n_rows = torch.tensor([2, 0]), torch.tensor([T, T // 2])
+    mine, theirs = gdn.allocate(spec, 3, "cpu"), gdn.allocate(spec, 3, device)
+    mine.tail.copy_(random(*mine.tail.shape)), theirs.tail.copy_(mine.tail)
+    expected = gdn_plain.chunk_inputs(*rows, weights, mine, slots, n_rows, spec)
+    got = gdn_triton.chunk_inputs(*on(device, *rows), dweights, theirs, *on(device, slots, n_rows), spec)
+    for name, a, b in zip(("q", "k", "v", "g", "beta"), expected, got):
+        close(b, a, 2e-5, name)
+    system = random(6 if real else 1, 64, 64).tril(-1) * 0.1
+    close(gdn_triton.inverse(system.to(device)), torch.linalg.inv(torch.eye(64) + system.double()), 1e-4, "inverse")
+    n, d, h = 2, spec.d, spec.n_v
+    pieces = (random(2, h, n, 64, d) * 0.1, random(2, h, n, 64, d) * 0.1, random(2, h, n, 64, 64) * 0.1,
+              random(2, h, n, 64, d), random(2, h, n, 64, d, seed=1) * 0.1, random(2, h, n).sigmoid(),
+              random(2, h, d, d))  # fmt: skip
+    out, state = chunked.scan(*(x.double() for x in pieces))
+    got, new = gdn_triton.scan(*on(device, *pieces))
+    scale = max(1.0, out.abs().max().item())
+    close(got, out, 1e-5 * scale, "scan"), close(new, state, 1e-5 * scale, "scanned state")
+
+
+# ---- selection, convolution
+
+
+@case
+def selection(device: str, real: bool) -> None:
+    V = 248320 if real else 1500
+    B = 2 if real else 1
+    x = (random(B, 3, V) * 8).round()  # many ties
+    x[0, 0, 3] = -0.0
+    bias = random(3 * B, V)
+    same(select_triton.argmax(x.to(device)), select_plain.argmax(x), "argmax")
+    got = select_triton.argmax(x.view(3 * B, V).to(device), bias.to(device))
+    same(got, select_plain.argmax(x.view(3 * B, V), bias), "argmax with bias")
+    for k in (1, 10, 16, 40, 300) if real else (10,):
+        values, ids = select_plain.top_k(x, k)
+        got = select_triton.top_k(x.to(device), k)
+        same(got[0], values, f"top {k}"), same(got[1], ids, f"ids of top {k}")
+    few = torch.full((1, 1100), -torch.inf)
+    few[0, 1000] = 1.0
+    same(select_triton.top_k(few.to(device), 3)[1], torch.tensor([[1000, 0, 1]]), "few finite")
+
+
+@case
+def selector_walk(device: str, real: bool) -> None:
+    B, n, k, R = (4, 7, 16, 256) if real else (2, 4, 5, 12)
+    ids = torch.randint(0, 1000, (B, n, k), generator=torch.Generator().manual_seed(0))
+    rest = random(B, n, k), random(B, n, R), random(B, 1 + (n - 1) * k, R), random(B, n, k, R)
+    tokens, shares = select_plain.walk(ids, *rest)
+    got = select_triton.walk(*on(device, ids, *rest))
+    same(got[0], tokens, "tokens"), close(got[1], shares, 1e-5, "shares")
+
+
+@case
+def dynamic_conv(device: str, real: bool) -> None:
+    B, T, D, K, G = (2, 8, 5120, 2, 320) if real else (2, 5, 32, 3, 4)
+    h, dyn, base = random(B, T, D), random(B, T, 2, K, G), random(2, K, D)
+    for side in (0, 1):
+        close(conv_triton.dynamic_conv(*on(device, h, dyn, base), side), conv_plain.dynamic_conv(h, dyn, base, side),
+              1e-5, f"side {side}")  # fmt: skip

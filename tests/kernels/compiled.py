@@ -1,0 +1,78 @@
+"""Compile every kernel of this folder's rooms at the sizes of a 27-billion-parameter model."""
+
+import torch
+from compiling import compiling
+
+from ggufspec.kernels import gdn
+from ggufspec.kernels import kv as kvs
+from ggufspec.kernels.attention import AttentionSpec
+from ggufspec.kernels.attention import triton as attention_triton
+from ggufspec.kernels.conv import triton as conv_triton
+from ggufspec.kernels.gdn import GdnSpec, GdnWeights
+from ggufspec.kernels.gdn import triton as gdn_triton
+from ggufspec.kernels.kv import triton as kv_triton
+from ggufspec.kernels.norm import triton as norm_triton
+from ggufspec.kernels.rope import RopeSpec
+from ggufspec.kernels.rope import triton as rope_triton
+from ggufspec.kernels.select import triton as select_triton
+
+KERNELS = {
+    "norm_kernel", "activation_kernel", "tables_kernel", "rotate_kernel", "store_kernel", "spin_kernel",
+    "attend_kernel", "combine_kernel", "inputs_kernel", "recurrence_kernel", "inverse_kernel", "scan_kernel",
+    "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
+    "dynamic_conv_kernel",
+}  # fmt: skip
+
+
+def everything(capability: int) -> None:
+    with compiling(capability) as names:
+        norms()
+        attention()
+        recurrent(capability)
+        selection()
+    assert set(names) == KERNELS, KERNELS ^ set(names)
+
+
+def norms() -> None:
+    x, w = torch.zeros(3, 5120), torch.zeros(5120)
+    norm_triton.add_rms_norm(x, x, w, 1e-6)
+    norm_triton.swiglu(x, x)
+    norm_triton.gated_norm(torch.zeros(48, 128), torch.zeros(48, 128), torch.zeros(128), 1e-6)
+
+
+def attention() -> None:
+    spec, positions = RopeSpec(64), torch.arange(8).view(1, 8)
+    cos, sin = rope_triton.tables(positions, spec)
+    q, k, w = torch.zeros(1, 8, 24, 256), torch.zeros(1, 8, 4, 256), torch.zeros(256)
+    rope_triton.rotate(q, cos, sin, spec)
+    slots, n = torch.tensor([0]), torch.tensor([8])
+    for types in (("f16", "f16"), ("q8_0", "q8_0"), ("bf16", "f32"), ("q5_1", "iq4_nl")):
+        kv = kvs.allocate(*types, 1, 512, 4, 256, 256, "cpu")
+        kv_triton.norm_rope_store(kv, q, k, k, slots, positions, (w, w, 1e-6), (cos, sin, spec))
+        mask = AttentionSpec(0.1, window=100, sinks=torch.zeros(24))
+        attention_triton.attend(q, kv, slots, n, n, mask, gate=q)
+        if types[0] == "q8_0":
+            attention_triton.attend(torch.zeros(1, 40, 24, 256), kv, slots, n, n, AttentionSpec(0.1))
+
+
+def recurrent(capability: int) -> None:
+    spec = GdnSpec(16, 48, 128, 4, 1e-6)
+    weights = GdnWeights(torch.zeros(spec.conv_dim, 4), torch.zeros(48), torch.zeros(48))
+    state, slots = gdn.allocate(spec, 1, "cpu"), torch.tensor([0])
+    rows = torch.zeros(1, 8, spec.conv_dim), torch.zeros(1, 8, 48), torch.zeros(1, 8, 48)
+    gdn_triton.step(*rows, weights, state, slots, spec)
+    gdn_triton.chunk_inputs(*rows, weights, state, slots, slots, spec)
+    gdn_triton.inverse(torch.zeros(2, 64, 64))
+    gdn_triton.precision = lambda device: "tf32x3" if capability >= 80 else "ieee"
+    part = torch.zeros(1, 48, 3, 64, 128)
+    gdn_triton.scan(part, part, torch.zeros(1, 48, 3, 64, 64), part, part, torch.zeros(1, 48, 3),
+                    torch.zeros(1, 48, 128, 128))  # fmt: skip
+
+
+def selection() -> None:
+    x = torch.zeros(2, 248320)
+    select_triton.argmax(x)
+    select_triton.top_k(x, 16)
+    select_triton.walk(torch.zeros(1, 7, 16, dtype=torch.int64), torch.zeros(1, 7, 16), torch.zeros(1, 7, 256),
+                       torch.zeros(1, 97, 256), torch.zeros(1, 7, 16, 256))  # fmt: skip
+    conv_triton.dynamic_conv(torch.zeros(1, 8, 5120), torch.zeros(1, 8, 2, 2, 320), torch.zeros(2, 2, 5120), 1)
