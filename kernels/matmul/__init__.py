@@ -5,7 +5,7 @@
     a = prepare(x)                                        # x [T, K], once per layer input
     q_out, k_out, v_out = matmul(a, group)                # float32 [T, rows_i] each
 
-A row's result does not depend on the rows beside it: on the CPU for any number of rows, on CUDA for 1..16.
+A row's result does not depend on the rows beside it: on the CPU for any number of rows, on CUDA for 1..192.
 """
 
 from collections.abc import Sequence
@@ -80,4 +80,6 @@ def gather(weight: PackedWeight, ids: Tensor) -> Tensor:
     """Rows `ids` [T] (int64) of the weight as float32 [T, columns]: the embedding lookup."""
     if weight.device.type == "cpu":
         return plain.gather(weight, ids)
-    raise NotImplementedError
+    from ggufspec.kernels.matmul import triton
+
+    return triton.gather(weight, ids)

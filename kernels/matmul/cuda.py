@@ -1,4 +1,10 @@
-"""Quantized matmul on CUDA: upload and repack, groups, launches."""
+"""Quantized matmul on CUDA: upload and repack, groups, and which kernel runs for how many rows.
+
+rows      kernel
+1..192    `gluon.narrow`, 8, 16 or 32 tokens a tile: one order of sums, so a row's bits are the same at each of them
+193..     weights to float16 a piece at a time (`gluon.unpack`), then the library's product, float32 sums
+Types without arrays of their own, and cards below capability 8.0, take `triton.multiply` instead of `gluon.narrow`.
+"""
 
 import functools
 from dataclasses import dataclass, replace
@@ -6,13 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ggufspec.errors import UnsupportedError
 from ggufspec.kernels.matmul import repack
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight, WeightGroup
 
 ROW_MULTIPLE = 128  # packed rows are padded to this, so that no tile needs a mask on its loads
 UPLOAD_BYTES = 64 << 20  # piece of a weight that goes through pinned memory at once
 REPACK_BYTES = 64 << 20  # and that is rearranged at once on the device
-NARROW_ROWS = 16
+NARROW_TOKENS = 192  # above, unpacking once and multiplying in the library is quicker
+TOKEN_TILES = (8, 16, 32)
+UNPACK_ELEMENTS = 32 << 20  # float16 weights unpacked at a time
+MINIMUM_CAPABILITY = (7, 5)
 PART_COUNTS = (1, 4, 16, 64, 256)  # what the kernel is compiled for; a tile in fewer parts leaves some empty
 
 
@@ -23,20 +33,26 @@ class Config:
     Never a function of the number of tokens: the order of sums follows from it.
     """
 
-    KW: int = 2
+    KW: int = 1
     WM: int = 4
     MT: int = 2
-    ST: int = 2
+    ST: int = 3
     per_sm: int = 2
 
     @property
     def n_rows(self) -> int:
         return 16 * self.WM * self.MT
 
-    @property
-    def n_registers(self) -> int:
-        """Registers a thread may have for `per_sm` programs to fit."""
+    def n_registers(self, n_tokens: int) -> int:
+        """Registers a thread may have for `per_sm` programs to fit; wide tiles need them all."""
+        if n_tokens > 16:
+            return 255
         return min(255, 65536 // (32 * self.KW * self.WM * self.per_sm) // 8 * 8)
+
+    def n_stages(self, block_bytes: int, n_tokens: int, shared_bytes: int) -> int:
+        """Stages that fit in a program's shared memory, at most `ST` (2 for wide tiles), perhaps less than 2."""
+        stage = self.KW * (self.n_rows * block_bytes + n_tokens * repack.BLOCK * 2)
+        return min(self.ST if n_tokens <= 16 else 2, shared_bytes // stage)
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,19 @@ class Launch:
     @property
     def padded_rows(self) -> int:
         return self.parts["low"].shape[1]
+
+
+@functools.cache
+def capability(index: int | None) -> tuple[int, int]:
+    """The card's compute capability; UnsupportedError below the least the kernels run on."""
+    found = torch.cuda.get_device_capability(index)
+    if found < MINIMUM_CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        raise UnsupportedError(
+            f"{name} has compute capability {found[0]}.{found[1]}; the kernels need "
+            f"{MINIMUM_CAPABILITY[0]}.{MINIMUM_CAPABILITY[1]} or later: run on the CPU or another card"
+        )
+    return found
 
 
 # ---- upload
@@ -98,6 +127,7 @@ def upload(raw: Tensor, device: torch.device) -> Tensor:
 
 def pack(raw: Tensor, type_name: str, shape: tuple[int, int], device: torch.device) -> PackedWeight:
     """File bytes [rows, row_bytes] to the kernels' arrays on the device (types of `repack.FORMS`), else file bytes."""
+    capability(device.index)
     raw = upload(raw, device)
     shift = None
     if type_name in repack.FORMS:
@@ -164,7 +194,7 @@ def _launch(members: tuple[int, ...], weights: list[PackedWeight]) -> tuple[Laun
     repeats = torch.tensor([*n_rows, padded - total])
     row_start = torch.repeat_interleave(torch.tensor([*starts, 0]), repeats).int().to(device)
     row_width = torch.repeat_interleave(torch.tensor([*n_rows, 0]), repeats).int().to(device)
-    arrived = torch.zeros(padded // 16, dtype=torch.int32, device=device)
+    arrived = torch.zeros(padded // 32 * -(-NARROW_TOKENS // TOKEN_TILES[0]), dtype=torch.int32, device=device)
     return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, arrived, Config()), views
 
 
@@ -172,11 +202,10 @@ def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
     """One launch a type. The group's `weights` are views into the launches' arrays: drop the ones given."""
     by_type: dict[str, list[int]] = {}
     for k, w in enumerate(weights):
-        by_type.setdefault(w.type_name if "low" in w.parts else f"file {k}", []).append(k)
+        if "low" in w.parts:
+            by_type.setdefault(w.type_name, []).append(k)
     out, launches = list(weights), []
     for members in by_type.values():
-        if "low" not in weights[members[0]].parts:
-            raise NotImplementedError
         launch, views = _launch(tuple(members), [weights[k] for k in members])
         launches.append(launch)
         for k, view in zip(members, views):
@@ -188,8 +217,10 @@ def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
 
 
 @functools.cache
-def _n_multiprocessors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def card(index: int | None) -> tuple[int, int]:
+    """Multiprocessors, and the shared memory a program may have, less what the compiler wants for itself."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin - 2048
 
 
 @dataclass(frozen=True)
@@ -217,44 +248,98 @@ def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
 
 
 def run(
-    launch: Launch, a: Activation, config: Config | None = None, pdl: bool = False, n_parts: int = 1
+    launch: Launch, a: Activation, config: Config | None = None, pdl: int | None = None, n_parts: int = 1
 ) -> list[Tensor]:
-    """One launch of the narrow kernel: float32 [T, rows_i] for each of its weights. T: 1..16.
+    """One launch of the narrow kernel: float32 [T, rows_i] for each of its weights. T: 1..NARROW_TOKENS.
 
-    pdl: start before the previous kernel has ended and read weights meanwhile (capability 9.0 on). n_parts: compile
-    for at least so many parts a tile.
+    pdl: start before the previous kernel has ended and read weights meanwhile (default: from capability 9.0 on).
+    n_parts: compile for at least so many parts a tile.
     """
     from ggufspec.kernels.matmul.gluon import narrow, pair
 
     config = config or launch.config
     form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
     n_tokens, device = a.rows.shape[0], a.rows.device
-    n_columns = 8 if n_tokens <= 8 else 16
-    share = cut(launch.padded_rows, launch.n_super_blocks, config, config.per_sm * _n_multiprocessors(device.index))
+    n_multiprocessors, shared_bytes = card(device.index)
+    block_bytes = sum(p[0, 0].numel() * p.element_size() for p in parts.values())
+    tile = next((n for n in TOKEN_TILES if n >= n_tokens), TOKEN_TILES[-1])
+    while config.n_stages(block_bytes, tile, shared_bytes) < 2:
+        tile //= 2
+    n_tiles = -(-n_tokens // tile)
+    share = cut(launch.padded_rows, launch.n_super_blocks, config, config.per_sm * n_multiprocessors)
     n_parts = max(n_parts, share.n_parts)
     out = torch.empty(sum(launch.n_rows) * n_tokens, dtype=torch.float32, device=device)
-    n_partial = launch.padded_rows * n_parts * n_columns if n_parts > 1 else 1
+    n_partial = n_tiles * launch.padded_rows * n_parts * tile if n_parts > 1 else 1
     partial = torch.empty(n_partial, dtype=torch.float32, device=device)
     power = launch.shift - 24
     minimum = 2.0**power if form.scale == "half_min" else -(2.0**power)
+    pdl = capability(device.index) >= (9, 0) if pdl is None else pdl
     assert a.scale is not None
-    narrow[(share.n_programs,)](
+    narrow[(share.n_programs, n_tiles)](
         low, parts.get("high", low), parts["scale"], parts.get("d", parts.get("min", low)),
         a.rows, a.scale, out, launch.row_start, launch.row_width, partial, launch.arrived,
         launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
         2.0**-power, pair(minimum), pair(-1024 * minimum),
-        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=n_columns,
-        KW=config.KW, WM=config.WM, MT=config.MT, ST=config.ST, PARTS=n_parts, PDL=pdl,
-        num_warps=config.KW * config.WM, maxnreg=config.n_registers, launch_pdl=pdl,
+        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
+        KW=config.KW, WM=config.WM, MT=config.MT, ST=config.n_stages(block_bytes, tile, shared_bytes),
+        PARTS=n_parts, PDL=int(pdl),
+        num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=bool(pdl),
     )  # fmt: skip
     sizes = [n * n_tokens for n in launch.n_rows]
     return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]
 
 
+def unpack_half(weight: PackedWeight, first: int, count: int) -> Tensor:
+    """Rows first.. as float16 [count, S * 256] in the kernels' column order, times 2^(shift - 24) if held in arrays."""
+    from ggufspec.kernels.matmul import triton
+
+    n_blocks = repack.n_super_blocks(weight.shape[1])
+    out = torch.empty((count, n_blocks * repack.BLOCK), dtype=torch.float16, device=weight.device)
+    if "low" not in weight.parts or capability(weight.device.index) < (8, 0):
+        triton.unpack_to(out, weight, first, half_factor(weight))
+        return out
+    from ggufspec.kernels.matmul.gluon import pair, unpack
+
+    source = triton.source_of(weight)
+    minimum = half_factor(weight) * (1 if source.form.scale == "half_min" else -1)
+    unpack[(-(-count // 64), n_blocks)](
+        *source.arrays, out, n_blocks, source.rows, first, count, pair(minimum), pair(-1024 * minimum),
+        LOW=source.form.low, HIGH=source.form.high, SCALE=source.form.scale, OFFSET=source.form.offset,
+        WM=4, MT=1, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def half_factor(weight: PackedWeight) -> float:
+    """What float16 weights are multiplied by to lie in the middle of float16's range."""
+    return 2.0 ** (weight.shift - 24) if "low" in weight.parts else 1.0
+
+
+def multiply_wide(a: Activation, weight: PackedWeight) -> Tensor:
+    """Any number of rows: unpack a piece of the weight, multiply it in the library, float32 sums."""
+    n_rows, width = weight.shape[0], a.rows.shape[1]
+    out = torch.empty((a.rows.shape[0], n_rows), dtype=torch.float32, device=a.rows.device)
+    assert a.scale is not None
+    scale = a.scale.unsqueeze(1) / half_factor(weight)
+    step = max(256, UNPACK_ELEMENTS // width // 256 * 256)
+    for first in range(0, n_rows, step):
+        w = unpack_half(weight, first, min(step, n_rows - first))
+        y = torch.mm(a.rows, w.T, out_dtype=torch.float32)
+        torch.mul(y, scale, out=out[:, first : first + step])
+    return out
+
+
 def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
-    """Rows [T, K], T of 1..16, times each weight's transpose."""
-    out: list[Tensor] = [a.rows] * len(group.weights)
-    for launch in group.launches:
-        for k, y in zip(launch.members, run(launch, a)):
-            out[k] = y
-    return tuple(out)
+    """Rows [T, K] times each weight's transpose."""
+    from ggufspec.kernels.matmul import triton
+
+    n_tokens, index = a.rows.shape[0], a.rows.device.index
+    if n_tokens == 0:
+        return tuple(a.rows.new_empty((0, w.shape[0]), dtype=torch.float32) for w in group.weights)
+    if n_tokens > NARROW_TOKENS:
+        return tuple(multiply_wide(a, w) for w in group.weights)
+    out: dict[int, Tensor] = {}
+    if capability(index) >= (8, 0):
+        for launch in group.launches:
+            out.update(zip(launch.members, run(launch, a)))
+    return tuple(out[k] if k in out else triton.multiply(a, w) for k, w in enumerate(group.weights))

@@ -182,34 +182,66 @@ def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr
     return base + ((kw * rows + m) * n + j), kw
 
 
+@constexpr_function
+def low_layout(LOW, KW, WM, MT):
+    """[KW, M, 8 LOW] words, in the lane that multiplies them."""
+    return tile_layout(KW, WM, MT, [32], [[1], [2], [16]], [[4], [8]]) if LOW == 4 else (
+        tile_layout(KW, WM, MT, [64], [[1], [2], [16], [32]], [[4], [8]])
+    )
+
+
+@constexpr_function
+def high_layout(HIGH, KW, WM, MT):
+    """[KW, M, 8 HIGH] words, likewise."""
+    return tile_layout(KW, WM, MT, [8], [[1]], [[2], [4]]) if HIGH == 1 else (
+        tile_layout(KW, WM, MT, [16], [[1], [2]], [[4], [8]])
+    )
+
+
 @gluon.jit
-def load_words(shared, LOW: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, LC: gl.constexpr):
-    """A super-block's low words by t: eight tensors [KW, M, 4] (twice eight when quants have 8 bits)."""
-    M: gl.constexpr = 16 * WM * MT
+def low_words(w, LOW: gl.constexpr):
+    """A super-block's low words by t: eight tensors [KW, M, 4, 1] (twice eight when quants have 8 bits)."""
     if LOW == 4:
-        L: gl.constexpr = tile_layout(KW, WM, MT, [32], [[1], [2], [16]], [[4], [8]])
-        w = gl.reshape(shared.load(L), [KW, M, 2, 4, 4])
-        return eight_words(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [KW, M, 4, 8]))
+        w = gl.reshape(w, [w.shape[0], w.shape[1], 2, 4, 4])
+        return eight_words(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [w.shape[0], w.shape[1], 4, 8]))
     else:
-        L8: gl.constexpr = tile_layout(KW, WM, MT, [64], [[1], [2], [16], [32]], [[4], [8]])
-        w = gl.reshape(shared.load(L8), [KW, M, 4, 4, 4])
-        first, second = halve(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [KW, M, 4, 16]), 8)
+        w = gl.reshape(w, [w.shape[0], w.shape[1], 4, 4, 4])
+        first, second = halve(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [w.shape[0], w.shape[1], 4, 16]), 8)
         return eight_words(first), eight_words(second)
 
 
 @gluon.jit
-def load_high(shared, HIGH: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, LC: gl.constexpr):
+def high_words(w, HIGH: gl.constexpr):
     """A super-block's words of high bits: two tensors [KW, M, 4, 1] of one bit a quant, four of two."""
-    M: gl.constexpr = 16 * WM * MT
     if HIGH == 1:
-        L: gl.constexpr = tile_layout(KW, WM, MT, [8], [[1]], [[2], [4]])
-        return halve(gl.reshape(shared.load(L), [KW, M, 4, 2]), 1)
+        return halve(gl.reshape(w, [w.shape[0], w.shape[1], 4, 2]), 1)
     else:
-        L2: gl.constexpr = tile_layout(KW, WM, MT, [16], [[1], [2]], [[4], [8]])
-        even, odd = halve(gl.reshape(shared.load(L2), [KW, M, 4, 4]), 2)
+        even, odd = halve(gl.reshape(w, [w.shape[0], w.shape[1], 4, 4]), 2)
         w0, w2 = halve(even, 1)
         w1, w3 = halve(odd, 1)
         return w0, w1, w2, w3
+
+
+@gluon.jit
+def weights_at(t: gl.constexpr, words, highs, scales, zero, LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr):
+    """Step t of a super-block as float16 [KW, M, 4, 8]: places 32 t + 8 c + 0..7."""
+    s, s16, add = scales[t // 4] if SCALE == "int8" else scales[0]
+    s, s16, add = spread(s, zero), spread(s16, zero), spread(add, zero)
+    ptx: gl.constexpr = quant_ptx(LOW, HIGH, t % 4)
+    if LOW == 8:
+        return gl.inline_asm_elementwise(
+            ptx, constraints(4, 32), [spread(words[0][t], zero), spread(words[1][t], zero), s, add],
+            gl.float16, True, 8,
+        )  # fmt: skip
+    elif HIGH:
+        return gl.inline_asm_elementwise(
+            ptx, constraints(4, 40), [spread(words[t], zero), spread(highs[t * HIGH // 4], zero), s, s16, add],
+            gl.float16, True, 8,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            ptx, constraints(4, 32), [spread(words[t], zero), s, s16, add], gl.float16, True, 8
+        )
 
 
 @gluon.jit
@@ -283,9 +315,14 @@ def step(tile, block, KW: gl.constexpr, S):
 
 
 @gluon.jit
-def wait_for_inputs():
-    """Programmatic dependent launch: let the next kernel start its prologue, then wait for the previous results."""
+def release_dependents():
+    """Programmatic dependent launch: let the next kernel start its prologue."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def wait_for_inputs():
+    """Programmatic dependent launch: wait for the results of the kernels before."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
@@ -296,7 +333,9 @@ def narrow(
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
     KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """All weight rows times T <= N tokens: each program works through an equal share of (row tile, part of K) units.
+    """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
+
+    Program (i, j): share i of the weights, tokens N j and on.
 
     low, high, scale, extra: a form's arrays (extra: `d` or `min`). x: float16 [T, S * 256] in the arrays' column
     order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
@@ -316,6 +355,7 @@ def narrow(
     W: gl.constexpr = 8 * LOW
     H: gl.constexpr = 8 * HIGH if HIGH else 8
     program = gl.program_id(0)
+    token = gl.program_id(1) * N
     start = program * per_program
     stop = gl.minimum(start + per_program, n_units)
 
@@ -341,7 +381,7 @@ def narrow(
     kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
     n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
     k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
-    x_ptrs = x + (n_x * (S * 256) + kw_x * 256 + k_x)
+    x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
 
     tile = start // units
     block = (start - tile * units) * KW
@@ -350,8 +390,10 @@ def narrow(
         fetch_weights(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
         ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
     if PDL:
+        if PDL == 1:
+            release_dependents()
         wait_for_inputs()
-    inside = (n_x < T) & (k_x >= 0)
+    inside = (token + n_x < T) & (k_x >= 0)
     ahead_tile, ahead_block = tile, block
     for i in gl.static_range(ST - 1):
         fetch_rows(x_s, x_ptrs, kw_x, inside, i, ahead_block, start + i < stop, S)
@@ -368,10 +410,10 @@ def narrow(
         fetch_weights(copies, free, ahead_tile, ahead_block, live, rows, S)
         fetch_rows(x_s, x_ptrs, kw_x, inside, free, ahead_block, live, S)
         ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
-        words = load_words(w_s.index(at), LOW, KW, WM, MT, LC)
-        high_words = words
+        words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
+        highs = words
         if HIGH:
-            high_words = load_high(h_s.index(at), HIGH, KW, WM, MT, LC)
+            highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
         own = s_s.index(at).load(LC)
         if SCALE == "int8":
             other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
@@ -383,53 +425,84 @@ def narrow(
         scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
         for t in gl.static_range(8):
             b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
-            s, s16, add = scales[t // 4] if SCALE == "int8" else scales[0]
-            if LOW == 8:
-                a = gl.inline_asm_elementwise(
-                    quant_ptx(LOW, HIGH, t % 4), constraints(4, 32),
-                    [spread(words[0][t], zero), spread(words[1][t], zero), spread(s, zero), spread(add, zero)],
-                    gl.float16, True, 8,
-                )  # fmt: skip
-            elif HIGH:
-                a = gl.inline_asm_elementwise(
-                    quant_ptx(LOW, HIGH, t % 4), constraints(4, 40),
-                    [spread(words[t], zero), spread(high_words[t * HIGH // 4], zero), spread(s, zero),
-                     spread(s16, zero), spread(add, zero)],
-                    gl.float16, True, 8,
-                )  # fmt: skip
-            else:
-                a = gl.inline_asm_elementwise(
-                    quant_ptx(LOW, HIGH, t % 4), constraints(4, 32),
-                    [spread(words[t], zero), spread(s, zero), spread(s16, zero), spread(add, zero)],
-                    gl.float16, True, 8,
-                )  # fmt: skip
-            a = gl.convert_layout(gl.reshape(a, [KW, M, 32]), LA, assert_trivial=True)
-            acc = mma_v2(a, b, acc)
+            a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
+            acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
         at = gl.where(at == ST - 1, 0, at + 1)
         if (unit + 1 == stop) | (block + KW >= S):
+            if PDL == 2:
+                release_dependents()
             y = gl.sum(acc, 0)
             acc = gl.zeros([KW, M, N], gl.float32, MMA)
             LO: gl.constexpr = gl.SliceLayout(0, MMA)
             m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
             n = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, LO)), 0)
+            here = (token + n < T) & (m >= 0)
             first = tile * units // per_program
             n_parts = ((tile + 1) * units - 1) // per_program - first + 1
             last = n_parts == 1
-            slots = partial + tile * (PARTS * M * N) + (n * M + m)
+            place = gl.program_id(1) * (rows // M) + tile
+            slots = partial + place * (PARTS * M * N) + (n * M + m)
             if n_parts > 1:
-                gl.store(slots + (program - first) * (M * N), y, mask=(n < T) & (m >= 0), cache_modifier=".cg")
+                gl.store(slots + (program - first) * (M * N), y, mask=here, cache_modifier=".cg")
                 gl.thread_barrier()
-                last = gl.atomic_add(arrived + tile, 1) == n_parts - 1
+                last = gl.atomic_add(arrived + place, 1) == n_parts - 1
                 if last:
-                    gl.store(arrived + tile, 0)
-                    y = gl.load(slots, mask=(n < T) & (m >= 0), other=0.0, cache_modifier=".cg")
+                    gl.store(arrived + place, 0)
+                    y = gl.load(slots, mask=here, other=0.0, cache_modifier=".cg")
                     for k in gl.static_range(1, PARTS):
-                        mine = (n < T) & (m >= 0) & (k < n_parts)
-                        y += gl.load(slots + k * (M * N), mask=mine, other=0.0, cache_modifier=".cg")
+                        y += gl.load(slots + k * (M * N), mask=here & (k < n_parts), other=0.0, cache_modifier=".cg")
             if last:
                 width = gl.load(row_width + tile * M + m)
                 begin = gl.load(row_start + tile * M + m)
-                y *= gl.load(x_scale + gl.minimum(n, T - 1)) * out_scale
-                offsets = begin * (T - 1) + (tile * M + m) + n * width
-                gl.store(out + offsets, y, mask=(n < T) & (width > 0))
+                y *= gl.load(x_scale + gl.minimum(token + n, T - 1)) * out_scale
+                offsets = begin * (T - 1) + (tile * M + m) + (token + n) * width
+                gl.store(out + offsets, y, mask=here & (width > 0))
         tile, block = step(tile, block, KW, S)
+
+
+@gluon.jit(do_not_specialize=["S", "first", "count", "min_scale", "min_bias"])
+def unpack(
+    low, high, scale, extra, out, S, rows, first, count, min_scale, min_bias,
+    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr,
+    WM: gl.constexpr, MT: gl.constexpr,
+):  # fmt: skip
+    """Rows first.. of one super-block as the float16 values `narrow` multiplies, out [count, S * 256].
+
+    Program (i, s): rows M i.. of the count, super-block s.
+    """
+    M: gl.constexpr = 16 * WM * MT
+    LE: gl.constexpr = tile_layout(1, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
+    LC: gl.constexpr = gl.SliceLayout(3, LE)
+    LW: gl.constexpr = low_layout(LOW, 1, WM, MT)
+    block = gl.program_id(1)
+    m0 = first + gl.program_id(0) * M
+    limit = gl.minimum(first + count, rows)
+    at = block * rows + m0
+    w_ptrs, _ = tile_pointers(low, rows, LW, 1, M, 8 * LOW)
+    m_w = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LW))), 0, 2)
+    words = low_words(gl.load(w_ptrs + at * (8 * LOW), mask=m0 + m_w < limit, other=0), LOW)
+    highs = words
+    if HIGH:
+        LH: gl.constexpr = high_layout(HIGH, 1, WM, MT)
+        h_ptrs, _ = tile_pointers(high, rows, LH, 1, M, 8 * HIGH)
+        m_h = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LH))), 0, 2)
+        highs = high_words(gl.load(h_ptrs + at * (8 * HIGH), mask=m0 + m_h < limit, other=0), HIGH)
+    m_c = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LC))), 0, 2)
+    c_c = expand(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LC))), 0, 1)
+    inside = m0 + m_c < limit
+    own = gl.load(scale + ((at + m_c) * 4 + c_c), mask=inside, other=0)
+    other = own
+    if SCALE == "int8":
+        other = gl.load(extra + (at + m_c), mask=inside, other=0)
+    elif SCALE == "half_min":
+        other = gl.load(extra + ((at + m_c) * 4 + c_c), mask=inside, other=0)
+    scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, 1, M, LC)
+    zero = gl.zeros([1, M, 4, 8], gl.int32, LE)
+    m = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LE))))
+    c = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LE))))
+    e = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LE))))
+    m = gl.expand_dims(expand(m, 0, 2), 3) + gl.program_id(0) * M
+    ptrs = out + (m.to(gl.int64) * (S * 256) + block * 256 + gl.expand_dims(expand(c, 0, 1), 3) * 8)
+    ptrs = ptrs + gl.expand_dims(expand(e, 0, 1), 2)
+    for t in gl.static_range(8):
+        gl.store(ptrs + 32 * t, weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), mask=m < count)

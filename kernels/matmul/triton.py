@@ -1,37 +1,50 @@
-"""Quantized matmul in plain Triton: activations into the kernels' order."""
+"""Quantized matmul in plain Triton: activations into the kernels' order, embedding rows, any type at any width.
+
+The products here run anywhere Triton does, its CPU interpreter included; the fast ones are in `gluon`.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
-from ggufspec.kernels.matmul.weight import Activation
+from ggufspec.kernels.matmul.repack import BLOCK, FORMS, Form, n_super_blocks
+from ggufspec.kernels.matmul.values import element_at, file_value, form_value, place_of
+from ggufspec.kernels.matmul.weight import Activation, PackedWeight
+
+ROWS, TOKENS, COLUMNS = 32, 16, 64  # a tile of `multiply`: weight rows, tokens, columns a step
 
 
 @triton.jit
-def place_to_element(p):
-    """Column of a super-block that stands at place p of the kernels' order."""
-    return (p % 2) * 128 + (p // 8 % 4) * 32 + (p // 32 % 8) * 4 + p // 2 % 4
-
-
-@triton.jit
-def prepare_rows(x, rows, scale, K, x_stride, width: tl.constexpr, SIZE: tl.constexpr):
+def prepare_rows(
+    x, rows, scale, K, x_stride, WIDTH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One row: float16 in the kernels' order, divided by the power of two that puts its maximum in 2^14..2^15."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     p = tl.arange(0, SIZE)
-    e = p // 256 * 256 + place_to_element(p % 256)
+    e = p // 256 * 256 + element_at(p % 256)
     v = tl.load(x + row * x_stride + e, mask=e < K, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(v), 0)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.where(largest > 0, tl.maximum(exponent - 14, 1), 127)
     up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(rows + row * width + p, (v * up).to(tl.float16), mask=p < width)
+    tl.store(rows + row * WIDTH + p, (v * up).to(tl.float16), mask=p < WIDTH)
     tl.store(scale + row, (exponent << 23).to(tl.float32, bitcast=True))
 
 
-def prepare(x: Tensor) -> Activation:
-    """x [T, K] float to float16 [T, S * 256] in the kernels' order, with a scale for each row."""
+def prepare(x: Tensor, pdl: bool | None = None) -> Activation:
+    """x [T, K] float to float16 [T, S * 256] in the kernels' order, with a scale for each row.
+
+    pdl: programmatic dependent launch, so that the product's kernel can read weights while this one runs (default:
+    on cards that have it).
+    """
+    if pdl is None:
+        pdl = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (9, 0)
     n_tokens, n_columns = x.shape
     width = n_super_blocks(n_columns) * BLOCK
     rows = torch.empty((n_tokens, width), dtype=torch.float16, device=x.device)
@@ -39,6 +52,146 @@ def prepare(x: Tensor) -> Activation:
     size = triton.next_power_of_2(width)
     if n_tokens:
         prepare_rows[(n_tokens,)](
-            x, rows, scale, n_columns, x.stride(0), width, size, num_warps=max(1, min(16, size // 1024))
-        )
+            x, rows, scale, n_columns, x.stride(0), width, size, pdl,
+            num_warps=max(1, min(16, size // 1024)), launch_pdl=pdl,
+        )  # fmt: skip
     return Activation(rows, n_columns, scale)
+
+
+@triton.jit
+def value(
+    low, high, scale, extra, row, block, e, mask, rows, row_bytes, unit,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Elements e of a super-block of some rows, from the kernels' arrays (LOW > 0) or from file bytes (`low`)."""
+    if LOW:
+        at = row.to(tl.int64) + block.to(tl.int64) * rows
+        return form_value(low, high, scale, extra, at, e, unit, mask, LOW, HIGH, SCALE, OFFSET)
+    else:
+        return file_value(low, row.to(tl.int64) * row_bytes, block, e, mask, TYPE)
+
+
+@triton.jit
+def gather_rows(
+    ids, out, low, high, scale, extra, K, rows, row_bytes, unit,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Super-block program_id(1) of weight row ids[program_id(0)], in file order, float32."""
+    token = tl.program_id(0)
+    row = tl.load(ids + token)
+    block = tl.program_id(1)
+    e = tl.arange(0, 256)
+    mask = block * 256 + e < K
+    v = value(low, high, scale, extra, row, block, e, mask, rows, row_bytes, unit, LOW, HIGH, SCALE, OFFSET, TYPE)
+    tl.store(out + token.to(tl.int64) * K + block * 256 + e, v, mask=mask)
+
+
+@triton.jit
+def unpack_rows(
+    out, low, high, scale, extra, first, count, K, rows, row_bytes, unit, factor, WIDTH,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """Rows first.. times `factor` as float16 [count, WIDTH] in the kernels' column order; R rows by 256 columns."""
+    r = tl.program_id(0) * R + tl.arange(0, R)[:, None]
+    block = tl.program_id(1)
+    p = tl.arange(0, 256)[None, :]
+    e = element_at(p)
+    mask = (r < count) & (block * 256 + e < K)
+    row = first + tl.minimum(r, count - 1)
+    v = value(low, high, scale, extra, row, block, e, mask, rows, row_bytes, unit, LOW, HIGH, SCALE, OFFSET, TYPE)
+    tl.store(out + r.to(tl.int64) * WIDTH + block * 256 + p, (v * factor).to(out.dtype.element_ty), mask=r < count)
+
+
+@triton.jit(do_not_specialize=["T"])
+def multiply_rows(
+    x, x_scale, out, low, high, scale, extra, T, K, S, n_rows, rows, row_bytes, unit,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr, R: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """out[t, r] = sum over k of x[t, k] w[r, k]: R weight rows and N tokens a program, C columns a step."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    n = tl.program_id(1) * N + tl.arange(0, N)
+    acc = tl.zeros([R, N], tl.float32)
+    for step in range(0, S * (256 // C)):
+        block = step // (256 // C)
+        e = step % (256 // C) * C + tl.arange(0, C)
+        mask = (r[:, None] < n_rows) & (block * 256 + e < K)[None, :]
+        w = value(
+            low, high, scale, extra, r[:, None], block, e[None, :], mask, rows, row_bytes, unit,
+            LOW, HIGH, SCALE, OFFSET, TYPE,
+        )  # fmt: skip
+        at = tl.minimum(n, T - 1)[None, :].to(tl.int64) * (S * 256) + block * 256 + place_of(e)[:, None]
+        b = tl.load(x + at)
+        if PRECISION == "half":
+            acc = tl.dot(w.to(tl.float16), b, acc)
+        else:
+            acc = tl.dot(w, b.to(tl.float32), acc, input_precision=PRECISION)
+    acc *= tl.load(x_scale + tl.minimum(n, T - 1))[None, :]
+    tl.store(out + n[None, :].to(tl.int64) * n_rows + r[:, None], acc, mask=(r[:, None] < n_rows) & (n[None, :] < T))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A weight as the kernels above take it."""
+
+    arrays: tuple[Tensor, Tensor, Tensor, Tensor]
+    rows: int
+    row_bytes: int
+    unit: float
+    form: Form
+    type_name: str
+
+    @property
+    def constants(self) -> dict:
+        f = self.form
+        return {"LOW": f.low, "HIGH": f.high, "SCALE": f.scale, "OFFSET": f.offset, "TYPE": self.type_name}
+
+
+def source_of(weight: PackedWeight) -> Source:
+    """Arrays may be a group's: a row's super-blocks then stand `rows` (the group's) apart."""
+    parts = weight.parts
+    if "file" in parts:
+        raw = parts["file"]
+        return Source((raw, raw, raw, raw), 0, raw.shape[1], 1.0, Form(0, 0, "file", 0), weight.type_name)
+    low = parts["low"]
+    other = (parts.get("high", low), parts["scale"], parts.get("d", parts.get("min", low)))
+    rows = low.stride(0) // low.shape[2]
+    return Source((low, *other), rows, 0, 2.0**-weight.shift, FORMS[weight.type_name], weight.type_name)
+
+
+def gather(weight: PackedWeight, ids: Tensor) -> Tensor:
+    """Rows `ids` [T] as float32 [T, K], the bits of the format's own arithmetic."""
+    s, n_columns = source_of(weight), weight.shape[1]
+    out = torch.empty((ids.numel(), n_columns), dtype=torch.float32, device=ids.device)
+    if ids.numel():
+        gather_rows[(ids.numel(), n_super_blocks(n_columns))](
+            ids.contiguous(), out, *s.arrays, n_columns, s.rows, s.row_bytes, s.unit, **s.constants,
+            num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def unpack_to(out: Tensor, weight: PackedWeight, first: int, factor: float) -> None:
+    """Rows first.. of the weight times `factor` into out [count, S * 256], columns in the kernels' order."""
+    s, count = source_of(weight), out.shape[0]
+    unpack_rows[(triton.cdiv(count, 4), n_super_blocks(weight.shape[1]))](
+        out, *s.arrays, first, count, weight.shape[1], s.rows, s.row_bytes, s.unit, factor, out.shape[1],
+        **s.constants, R=4, num_warps=4,
+    )  # fmt: skip
+
+
+def multiply(a: Activation, weight: PackedWeight) -> Tensor:
+    """Rows [T, K] times the weight's transpose, float32 [T, rows]; a row's sum has one order at every T.
+
+    Float16 products, except that BF16 and F32 weights keep their precision.
+    """
+    s, (n_rows, n_columns) = source_of(weight), weight.shape
+    n_tokens = a.rows.shape[0]
+    out = torch.empty((n_tokens, n_rows), dtype=torch.float32, device=a.rows.device)
+    precision = {"BF16": "ieee", "F32": "ieee"}.get(weight.type_name, "half")
+    multiply_rows[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_tokens, TOKENS))](
+        a.rows, a.scale, out, *s.arrays, n_tokens, n_columns, n_super_blocks(n_columns), n_rows, s.rows, s.row_bytes,
+        s.unit, **s.constants, PRECISION=precision, R=ROWS, N=TOKENS, C=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -5,7 +5,7 @@ import torch
 from random_blocks import random_raw
 
 from ggufspec.kernels import matmul as mm
-from ggufspec.kernels.matmul.decode import decode
+from ggufspec.kernels.matmul.decode import DECODERS, decode
 from ggufspec.kernels.matmul.repack import FORMS
 
 pytestmark = [
@@ -46,6 +46,52 @@ def test_a_row_does_not_depend_on_its_neighbours(type_name):
     for n in range(1, 17):
         assert torch.equal(mm.matmul(x[:n], group)[0], alone[:n]), n
         assert torch.equal(mm.matmul(x[16 - n :], group)[0], alone[16 - n :]), n
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K"])
+def test_prompt_pieces_up_to_192_rows_have_the_bits_of_single_rows(type_name):
+    raw = random_raw(type_name, 200, 2048)
+    group = mm.fuse([mm.pack(raw, type_name, (200, 2048), "cuda")])
+    x = torch.randn(192, 2048, device="cuda")
+    alone = torch.cat([mm.matmul(x[i : i + 1], group)[0] for i in range(192)])
+    for n in (17, 31, 33, 64, 100, 192):
+        poison()
+        assert torch.equal(mm.matmul(x[:n], group)[0], alone[:n]), n
+
+
+@pytest.mark.parametrize("type_name", DECODERS)
+def test_every_type_at_every_width(type_name):
+    raw = random_raw(type_name, 150, 1024)
+    weight = mm.pack(raw, type_name, (150, 1024), "cuda")
+    group = mm.fuse([weight])
+    x = torch.randn(500, 1024, device="cuda")
+    dense = decode(raw, type_name).cuda()
+    alone = mm.matmul(x[:1], group)[0]
+    for n in (1, 3, 16, 40, 300, 500):
+        poison()
+        (y,) = mm.matmul(x[:n], group)
+        expected = x[:n].double() @ dense.double().T
+        assert float((y - expected).norm() / expected.norm()) < 1e-3, n
+        if n <= 192:
+            assert torch.equal(y[:1], alone), n
+    ids = torch.tensor([149, 0, 7, 7], device="cuda")
+    assert torch.equal(mm.gather(group.weights[0], ids), dense[ids])
+    assert torch.equal(mm.unpack(group.weights[0]), raw)
+
+
+def test_captured_in_a_graph_the_bits_are_the_same():
+    raw = random_raw("Q4_K", 5120, 2048)
+    group = mm.fuse([mm.pack(raw, "Q4_K", (5120, 2048), "cuda")])
+    x = torch.randn(8, 2048, device="cuda")
+    expected = mm.matmul(x, group)[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            (y,) = mm.matmul(x, group)
+    for _ in range(20):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, expected)
 
 
 def test_a_group_gives_each_weight_its_own_product():

@@ -90,7 +90,7 @@ def copy_rate() -> float:
 def rotation(type_name: str, rows: int, columns: int) -> list[Launch]:
     """Copies of one launch, together larger than the cache."""
     first = cuda.fuse((random_weight(type_name, rows, columns),)).launches[0]
-    n = max(2, -(-ROTATE_BYTES // launch_bytes(first)))
+    n = min(40, max(2, -(-ROTATE_BYTES // launch_bytes(first))))
     copies = [first]
     for _ in range(n - 1):
         parts = {name: part.clone() for name, part in first.parts.items()}
@@ -106,7 +106,7 @@ def activation(n_tokens: int, columns: int) -> Activation:
     return prepare(torch.randn(n_tokens, columns, device="cuda"))
 
 
-def time_launches(launches: list[Launch], a: Activation, config: Config, pdl: bool = False) -> float:
+def time_launches(launches: list[Launch], a: Activation, config: Config, pdl: int | None = None) -> float:
     return graph_time_us([lambda launch=launch: cuda.run(launch, a, config, pdl) for launch in launches])
 
 
