@@ -72,6 +72,7 @@ class Inbox:
 
     submitted: list[Job] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    emitted: int = 0  # digest of the last step's tokens: ranks compare theirs
 
     def __bool__(self) -> bool:
         return bool(self.submitted or self.cancelled)
@@ -81,7 +82,7 @@ class Link(Protocol):
     """Joins the engines of a tensor split, so that all of them take the same requests at the same step."""
 
     def share(self, inbox: Inbox) -> Inbox:
-        """The first rank's inbox, on every rank."""
+        """The first rank's inbox, on every rank; an error when its `emitted` is not this rank's."""
         ...
 
 
@@ -130,6 +131,7 @@ class Engine:
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()
         self._inbox = Inbox()
+        self._emitted = 0
         self._lock = threading.Lock()
 
     def _can_capture(self) -> bool:
@@ -213,6 +215,7 @@ class Engine:
         with self._lock:
             inbox, self._inbox = self._inbox, Inbox()
         if self.link is not None:
+            inbox.emitted = self._emitted
             inbox = self.link.share(inbox)
         self._queue.extend(inbox.submitted)
         cancelled = set(inbox.cancelled)
@@ -278,6 +281,8 @@ class Engine:
         decoded = self.decoder.step(running, limits)
         ms = 1000 * (time.perf_counter() - start)
         self._account(running, decoded, ms)
+        if self.link is not None:
+            self._emitted = hash(tuple(map(tuple, decoded.emitted)))
         events: list[Event] = []
         for slot, tokens, reported in zip(running, decoded.emitted, decoded.reported):
             evaluated = [slot.last, *tokens[:-1]]

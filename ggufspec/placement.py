@@ -26,9 +26,12 @@ class Placement:
 def resolve(device: torch.device | str) -> torch.device:
     """A device with its index filled in; PlacementError when the machine has no such device.
 
-    Names: `cpu` and `cuda:N` as in PyTorch, and llama.cpp's `CUDA0`, `CUDA1`, ...
+    Names: `cpu` and `cuda:N` as in PyTorch, and llama.cpp's `CUDA0`, `CUDA1`, ... `CPU0`, `CPU1`, ... are all the CPU:
+    naming several tries out a split without GPUs.
     """
     text = str(device)
+    if text.upper().startswith("CPU") and text[3:].isdigit():
+        return torch.device("cpu")
     if text.upper().startswith("CUDA") and text[4:].isdigit():
         text = f"cuda:{text[4:]}"
     try:
@@ -100,6 +103,11 @@ def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *
 
     layers = tuple(device_of(i) for i in range(n_layers))
     return Placement(layers[0], layers, device_of(block_count))
+
+
+def device_name(device: torch.device) -> str:
+    """The name that `resolve` takes."""
+    return f"CUDA{device.index}" if device.type == "cuda" else "CPU0"
 
 
 def free_bytes(device: torch.device) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +20,10 @@ from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import GGUFFile, open_gguf
 from ggufspec.models import Config, Model, load_model, read_config
-from ggufspec.placement import Placement, devices_of, place_layers, resolve
+from ggufspec.parallel import WHOLE
+from ggufspec.placement import Placement, device_name, devices_of, place_layers, resolve
 from ggufspec.prompt_cache import PromptCache
+from ggufspec.ranks import Ranks, from_torchrun, start
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools.settings import ContextSettings, ModelSettings, NgramSettings, Settings, SpeculativeSettings
 from ggufspec.weights import Weights
@@ -43,8 +47,11 @@ class Runtime:
     engine: Engine
 
 
-def open_runtime(settings: Settings, *, show_progress: bool = True) -> Runtime:
-    """Load what the settings name. GgufspecError says in one line what does not fit."""
+def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks | None = None) -> Runtime:
+    """Load what the settings name. GgufspecError says in one line what does not fit.
+
+    With `--split-mode tensor` over several devices this process becomes rank 0 of as many; a follower passes `ranks`.
+    """
     if settings.common.threads > 0:
         torch.set_num_threads(settings.common.threads)
     if settings.model.path is None:
@@ -53,7 +60,12 @@ def open_runtime(settings: Settings, *, show_progress: bool = True) -> Runtime:
     file = open_model_file(settings.model.path, settings.model.overrides)
     config = with_rope_options(read_config(file), settings.context)
     n_slots, n_ctx = size_context(settings.context, config)
-    placement = place(settings.model, config)
+    if ranks is None:
+        ranks = start_ranks(settings)
+    if ranks is None:
+        placement, shard = place(settings.model, config), WHOLE
+    else:
+        placement, shard = Placement.single(ranks.device, config.n_layers), ranks.shard
     draft_file = None
     if settings.speculative.model is not None:
         draft_file = open_model_file(settings.speculative.model, ())
@@ -61,7 +73,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True) -> Runtime:
     n_bytes = file.n_bytes + (draft_file.n_bytes if draft_file is not None else 0)
     with loading_bar(n_bytes, show_progress) as progress:
         weights = Weights(file, progress)
-        model = load_model(file, placement, config=config, weights=weights)
+        model = load_model(file, placement, config=config, weights=weights, shard=shard)
         drafter = load_drafter(
             spec_options(settings.speculative), file, model, draft_file, n_slots=n_slots, n_ctx=n_ctx,
             device=draft_device(settings.speculative), target_weights=weights, progress=progress,
@@ -71,7 +83,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True) -> Runtime:
         model, tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=n_ctx,
         n_ubatch=min(context.n_ubatch or context.n_batch, context.n_batch),
         type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
-        prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs,
+        prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs, link=ranks,
     )
     return Runtime(settings, file, config, model, tokenizer, drafter, engine)
 
@@ -145,15 +157,34 @@ def with_rope_options(config: Config, context: ContextSettings) -> Config:
 
 def place(model: ModelSettings, config: Config) -> Placement:
     """Which device holds which layer, from `-dev`, `-ngl`, `-sm`, `-ts`, `-mg`."""
-    devices = devices_of(model.devices)
-    if model.split_mode in ("row", "tensor") and len(devices) > 1:
-        raise ConfigError(
-            f"--split-mode {model.split_mode} over {len(devices)} devices is not supported yet; use layer or none"
-        )
     return place_layers(
-        devices, config.block_count, config.n_layers, gpu_layers=model.gpu_layers, split=model.split_mode,
-        tensor_split=model.tensor_split, main_gpu=model.main_gpu,
+        devices_of(model.devices), config.block_count, config.n_layers, gpu_layers=model.gpu_layers,
+        split=model.split_mode, tensor_split=model.tensor_split, main_gpu=model.main_gpu,
     )
+
+
+def start_ranks(settings: Settings) -> Ranks | None:
+    """The processes of a tensor split, or None when one process does it all. Devices with share 0 take no part."""
+    model = settings.model
+    if model.split_mode not in ("row", "tensor"):
+        return None
+    if model.split_mode == "row":
+        log.warning("--split-mode row is run as tensor: every layer is cut over all devices")
+    devices = devices_of(model.devices)
+    shares = list(model.tensor_split) or [1.0] * len(devices)
+    if len(shares) > len(devices):
+        raise ConfigError(f"--tensor-split has {len(shares)} shares for {len(devices)} devices")
+    used = [(device, share) for device, share in zip(devices, shares) if share > 0]
+    if len(used) < 2:
+        return None
+    named = tuple(device_name(device) for device, _ in used)
+    settings = replace(settings, model=replace(model, devices=named))
+    ratios = tuple(share for _, share in used)
+    ranks = from_torchrun(ratios, [device for device, _ in used])
+    if ranks is not None:
+        return ranks
+    arguments = b64encode(pickle.dumps((settings, ratios))).decode()
+    return start(ratios, [device for device, _ in used], [arguments])
 
 
 def draft_device(spec: SpeculativeSettings) -> torch.device | None:

@@ -22,7 +22,7 @@ from ..kernels.matmul import PackedWeight, WeightGroup, fuse, gather, matmul, pr
 from ..kernels.norm import geglu, rms_norm, swiglu
 from ..kernels.rope import rotate
 from ..kernels.select import argmax
-from ..models.base import Step, add_norm
+from ..models.base import Head, Step, add_norm
 from ..rows import Rows
 from ..weights import Weights
 from . import Draft, DraftOptions, limit
@@ -84,7 +84,7 @@ class Backbone:
     layers: Sequence[Layer]
     output_norm: Tensor
     embedding: PackedWeight  # [V, D]
-    head: WeightGroup  # [Vd, D]
+    head: Head  # of Vd rows
     d2t: Tensor | None  # [Vd] int64: target ids of a reduced draft vocabulary
 
     def keys_values(self, parts: Sequence[Tensor], layer: Layer, step: Step) -> tuple[Tensor, Tensor]:
@@ -157,9 +157,7 @@ class Backbone:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, T, D] through the head: [B, T, V], -inf where a reduced vocabulary has no token."""
-        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.head.weights[0].device)
-        (out,) = matmul(prepare(flat), self.head)
-        out = out.view(*hidden.shape[:-1], -1).to(self.device)
+        out = self.head(hidden).to(self.device)
         if self.d2t is None:
             return out
         wide = out.new_full((*out.shape[:-1], self.config.common.n_vocab), -torch.inf)
@@ -234,7 +232,7 @@ def load_backbone(weights: Weights, config: DFlashConfig, target: Model, device:
         n_draft = weights.file.tensors["d2t"].shape[0]
         d2t = vector("d2t", n_draft).to(torch.int64)
     if weights.has("output.weight"):
-        head = weights.group(device, ("output.weight", (n_draft, D)))
+        head = Head(weights.group(device, ("output.weight", (n_draft, D))))
     else:  # the target's even beside an embedding of its own: llama.cpp does so
         head = target.head
     return Backbone(

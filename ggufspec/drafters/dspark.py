@@ -31,7 +31,7 @@ class DSpark(BlockDrafter):
                 f"{path}: markov_w1.weight has {V} rows, the vocabulary {config.common.n_vocab} tokens; "
                 "expected a row for each"
             )
-        D, n_draft = config.common.embedding_length, backbone.head.weights[0].shape[0]
+        D, n_draft = config.common.embedding_length, backbone.head.n_rows
         self.markov_in: PackedWeight = weights.matrix("markov_w1.weight", (V, r), device)
         self.markov_out: WeightGroup = weights.group(device, ("markov_w2.weight", (n_draft, r)))
         self.confidence: tuple[Tensor, Tensor] | None = None

@@ -140,5 +140,4 @@ class Mtp:
 
     def _project(self, hidden: Tensor) -> Tensor:
         """[B, 1, D] to logits [B, V], wherever the head lies."""
-        logits = self.block.project(hidden.to(self.block.head.weights[0].device))
-        return logits[:, 0].to(self.device)
+        return self.block.project(hidden)[:, 0].to(self.device)

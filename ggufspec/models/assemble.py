@@ -12,7 +12,7 @@ from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Shard
 from ..placement import Placement
 from ..weights import Part, Weights
-from .base import Layer, Model
+from .base import Head, Layer, Model
 from .config import Config
 from .layers import Attention, Block, FeedForward, heads_cut
 
@@ -32,10 +32,10 @@ def assemble(weights: Weights, config: Config, placement: Placement, make_layer:
     head_name = "output.weight" if weights.has("output.weight") else "token_embd.weight"
     bounds = shard.bounds(V, HEAD_GRANULARITY)
     rows = None if bounds is None else [bounds[shard.rank]]
-    head = weights.group(placement.output, Part.of(head_name, (V, D), rows))
+    head = Head(weights.group(placement.output, Part.of(head_name, (V, D), rows)), shard, bounds)
     if cache_layers is None:
         cache_layers = [kv_layer(weights, config, i, placement.layers[i], shard) for i in range(config.n_layers)]
-    return Model(config, embedding, layers, norm, head, cache_layers, shard=shard, head_bounds=bounds,
+    return Model(config, embedding, layers, norm, head, cache_layers,
                  head_bias=weights.optional_vector("output.bias", (V,), placement.output))
 
 

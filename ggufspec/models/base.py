@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache
-from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul
+from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.norm import add_rms_norm, rms_norm
 from ..kernels.rope import RopeSpec, tables
 from ..parallel import WHOLE, Shard
@@ -64,6 +64,31 @@ class Layer(Protocol):
 
 
 @dataclass
+class Head:
+    """The output matrix, wherever its rows lie: hidden rows in, all logits out. Drafters borrow it."""
+
+    group: WeightGroup  # one weight, the rows held here
+    shard: Shard = WHOLE
+    bounds: Sequence[tuple[int, int]] | None = None  # each rank's rows; None: all rows are here
+
+    @property
+    def device(self) -> torch.device:
+        return self.group.weights[0].device
+
+    @property
+    def n_rows(self) -> int:
+        return self.bounds[-1][1] if self.bounds is not None else self.group.n_rows[0]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[.., D], moved to the head's device if need be, to [.., n_rows] float32 there."""
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.device)
+        (out,) = matmul(prepare(flat), self.group)
+        if self.bounds is not None:
+            out = self.shard.join(out, self.bounds)
+        return out.view(*hidden.shape[:-1], -1)
+
+
+@dataclass
 class Model:
     """A target: embedding, layers in order, final norm, head. Architectures build it; nothing subclasses it."""
 
@@ -71,14 +96,12 @@ class Model:
     embedding: PackedWeight  # [V, D]
     layers: Sequence[Layer]
     output_norm: Tensor  # [D]
-    head: WeightGroup  # one weight [V, D]
+    head: Head
     cache_layers: Sequence[object]  # what Cache.allocate needs to know of each layer, see cache
     head_bias: Tensor | None = None  # [V]
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     can_tap: bool = True
-    shard: Shard = WHOLE
-    head_bounds: Sequence[tuple[int, int]] | None = None  # each rank's rows of the head; None: mirrored
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +109,7 @@ class Model:
 
     @property
     def n_vocab(self) -> int:
-        return self.head_bounds[-1][1] if self.head_bounds is not None else self.head.n_rows[0]
+        return self.head.n_rows
 
     def new_cache(self, n_slots: int, n_ctx: int, type_k: str = "f16", type_v: str = "f16") -> Cache:
         return Cache.allocate(self.cache_layers, n_slots, n_ctx, type_k, type_v)
@@ -124,10 +147,7 @@ class Model:
 
     def project(self, hidden: Tensor) -> Tensor:
         """[B, W, D] normed hidden rows through the head: [B, W, V] float32."""
-        (out,) = matmul(hidden.reshape(-1, hidden.shape[-1]), self.head)
-        if self.head_bounds is not None:
-            out = self.shard.join(out, self.head_bounds)
-        out = out.view(*hidden.shape[:-1], -1)
+        out = self.head(hidden)
         if self.head_bias is not None:
             out = out + self.head_bias
         if self.logit_softcap > 0.0:

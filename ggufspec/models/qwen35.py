@@ -20,7 +20,7 @@ from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
 from ..weights import Part, Weights
 from .assemble import CacheLayer, assemble, kv_layer
-from .base import Model, Step, add_norm
+from .base import Head, Model, Step, add_norm
 from .config import Config, Keys
 from .layers import FeedForward, flat, heads_cut
 
@@ -253,7 +253,7 @@ class MtpBlock:
     hnorm: Tensor
     head_norm: Tensor
     embedding: PackedWeight  # [V, D]
-    head: WeightGroup
+    head: Head
     cache_layer: KVLayer
     n_vocab: int
     eps: float
@@ -277,8 +277,7 @@ class MtpBlock:
 
     def project(self, hidden: Tensor) -> Tensor:
         """[B, W, D] to logits [B, W, V]."""
-        (out,) = matmul(prepare(flat(hidden)), self.head)
-        return out.view(*hidden.shape[:-1], -1)
+        return self.head(hidden)
 
 
 def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: Model | None) -> MtpBlock:
@@ -305,12 +304,12 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
     else:
         embedding = weights.matrix("token_embd.weight", (V, D), device)
     if weights.has(own_head):
-        head = weights.group(device, (own_head, (V, D)))
+        head = Head(weights.group(device, (own_head, (V, D))))
     elif target is not None:
         head = target.head
     else:
         tied = "output.weight" if weights.has("output.weight") else "token_embd.weight"
-        head = weights.group(device, (tied, (V, D)))
+        head = Head(weights.group(device, (tied, (V, D))))
     norm = weights.optional_vector(f"{name}.nextn.shared_head_norm.weight", (D,), device)
     if norm is None:
         norm = (target.output_norm.to(device) if target is not None

@@ -1,0 +1,134 @@
+"""Processes of a tensor split: start one per device, keep their engines in step, end all when one ends.
+
+Rank 0 owns the requests. Before every step it shares what came in since the last one; from then on all ranks compute
+the same tokens from the same inputs, which is checked. The sharing runs over a CPU group, the layers' sums over the
+devices' own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .engine import Inbox
+from .errors import PlacementError
+from .parallel import Shard, check_group
+
+PATIENCE = datetime.timedelta(days=365)  # an idle server waits for requests inside a collective
+
+
+@dataclass
+class Ranks:
+    """This process's place among the ranks."""
+
+    rank: int
+    shares: tuple[float, ...]
+    device: torch.device
+    devices: Any  # group for sums and joins between devices
+    host: Any  # group for requests and checks
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.rank, self.shares, self.devices)
+
+    def share(self, inbox: Inbox) -> Inbox:
+        """Rank 0's inbox on every rank (`engine.Link`). Jobs travel by value, so ids agree everywhere."""
+        data = torch.frombuffer(bytearray(pickle.dumps(inbox)), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
+        size = torch.tensor([data.numel()])
+        dist.broadcast(size, 0, group=self.host)
+        if self.rank != 0:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.host)
+        if self.rank == 0:
+            return inbox
+        first: Inbox = pickle.loads(bytes(data.numpy()))
+        if first.emitted != inbox.emitted:
+            raise PlacementError(f"rank {self.rank} did not emit the tokens of rank 0 in the last step")
+        return first
+
+
+def join(rank: int, shares: tuple[float, ...], device: torch.device) -> Ranks:
+    """Become one of the ranks; the address of rank 0 is in MASTER_ADDR and MASTER_PORT."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    options = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, rank=rank, world_size=len(shares), timeout=PATIENCE, **options)
+    devices = dist.group.WORLD
+    host = dist.new_group(backend="gloo", timeout=PATIENCE) if backend != "gloo" else devices
+    ranks = Ranks(rank, shares, device, devices, host)
+    check_group(ranks.shard)
+    return ranks
+
+
+def from_torchrun(shares: tuple[float, ...], devices: Sequence[torch.device]) -> Ranks | None:
+    """The rank that torchrun gave this process, or None when it was started by hand."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    world, rank, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    if len(shares) != world:
+        raise PlacementError(f"torchrun started {world} processes, --tensor-split has {len(shares)} shares")
+    return join(rank, shares, devices[local % len(devices)])
+
+
+def start(shares: tuple[float, ...], devices: Sequence[torch.device], arguments: Sequence[str]) -> Ranks:
+    """Start ranks 1.. as `python -m ggufspec.tools.rank ARGUMENTS` and become rank 0, until this process ends.
+
+    When a follower ends before this process does, its reason is on stderr and this process ends too.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    followers = []
+    for rank in range(1, len(shares)):
+        command = [sys.executable, "-m", "ggufspec.tools.rank", str(rank), str(os.getpid()), *arguments]
+        followers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    closing = threading.Event()
+    threading.Thread(target=_watch_followers, args=(followers, closing), daemon=True).start()
+    atexit.register(_stop, followers, closing)
+    return join(0, shares, devices[0])
+
+
+def _stop(followers: Sequence[subprocess.Popen[bytes]], closing: threading.Event) -> None:
+    closing.set()
+    for follower in followers:
+        follower.kill()
+        follower.wait()
+
+
+def _watch_followers(followers: Sequence[subprocess.Popen[bytes]], closing: threading.Event) -> None:
+    while not closing.wait(0.5):
+        for rank, follower in enumerate(followers, start=1):
+            status = follower.poll()
+            if status is not None and not closing.is_set():
+                print(f"error: rank {rank} ended with status {status}; all ranks end", file=sys.stderr, flush=True)
+                for other in followers:
+                    other.kill()
+                os._exit(1)
+
+
+def follow_parent(parent: int) -> None:
+    """End this process soon after rank 0 has ended, however that happened."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; rank 0 decides
+    threading.Thread(target=watch, daemon=True).start()
