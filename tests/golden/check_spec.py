@@ -48,12 +48,14 @@ def main() -> int:
     parser.add_argument("record", type=Path)
     parser.add_argument("--drafters", default="mtp,dspark,dflash2")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompts", type=int, default=None, help="only the first N prompts")
+    parser.add_argument("--prompts", help="only these prompts, by index: 0,5,8")
+    parser.add_argument("--n", help="only these draft lengths: 1,7")
     parser.add_argument("--json", type=Path, help="write the acceptance table here")
     args = parser.parse_args()
 
     record = json.loads(args.record.read_text())
-    prompts = record["prompts"][: args.prompts]
+    chosen = range(len(record["prompts"])) if args.prompts is None else [int(i) for i in args.prompts.split(",")]
+    prompts = [record["prompts"][i] for i in chosen]
     file = open_gguf(args.family / "tiny-target-F16.gguf")
     weights = Weights(file)
     n_blocks = file.get(file.key("block_count"), int)
@@ -61,6 +63,7 @@ def main() -> int:
     tokenizer = Tokenizer.from_metadata(file.metadata)
     tokens = [tokenizer.encode(p["prompt"], add_special=True, parse_special=True) for p in prompts]
     runs = [key for key in record["drafters"] if key.split()[0] in args.drafters.split(",")]
+    runs = [key for key in runs if args.n is None or key.split("n=")[1] in args.n.split(",")]
     bar = tqdm(total=len(prompts) * (1 + len(runs)), unit="stream")
 
     failures: list[str] = []
@@ -94,7 +97,8 @@ def main() -> int:
         ours, theirs = [0, 0], [0, 0]
         by_workload: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0])
         start = time.perf_counter()
-        for prompt, ids, text, want in zip(prompts, tokens, plain, record["drafters"][run]):
+        rows = [record["drafters"][run][i] for i in chosen]
+        for prompt, ids, text, want in zip(prompts, tokens, plain, rows):
             job = generate(engine, ids)
             if job.generated != text:
                 failures.append(f"{run}: the text of a {prompt['workload']} prompt is not the plain one")
