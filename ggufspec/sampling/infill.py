@@ -48,5 +48,6 @@ def infill(ids: np.ndarray, p: np.ndarray, vocabulary: Pieces) -> np.ndarray | N
     n_text = int((keep & ~is_eog).sum())
     if n_text == 0:
         return None
-    keep &= (merged >= 1.0 / (n_text + 1)) | is_eog
+    share = merged / merged[keep].sum()
+    keep &= (share >= 1.0 / (n_text + 1)) | is_eog
     return np.flatnonzero(keep)
