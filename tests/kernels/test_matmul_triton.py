@@ -1,0 +1,84 @@
+"""The plain Triton products under Triton's CPU interpreter, and every kernel compiled for cards that are not there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compiling import compiling
+from random_blocks import random_raw
+
+from ggufspec.kernels.matmul import cuda, repack
+from ggufspec.kernels.matmul.decode import DECODERS, decode
+from ggufspec.kernels.matmul.weight import PackedWeight
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS = 40, 512
+
+
+def weights(type_name: str) -> list[PackedWeight]:
+    """A random weight as file bytes and, where its type has them, as the kernels' arrays."""
+    raw = random_raw(type_name, ROWS, COLUMNS, seed=1)
+    out = [PackedWeight(type_name, (ROWS, COLUMNS), CPU, parts={"file": raw})]
+    if type_name in repack.FORMS:
+        shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
+        parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
+        out.append(PackedWeight(type_name, (ROWS, COLUMNS), CPU, parts=parts, shift=shift))
+    return out
+
+
+def check(type_name: str) -> None:
+    """Rows gathered, products and unpacked rows of one type, against the decoder and float64."""
+    from ggufspec.kernels.matmul import triton
+
+    dense = decode(random_raw(type_name, ROWS, COLUMNS, seed=1), type_name)
+    x = torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(2)) * 30
+    a = triton.prepare(x)
+    assert (repack.disorder(a.rows.float()) * a.scale[:, None] - x).abs().max() < 0.05
+    expected = x.double() @ dense.double().T
+    for weight in weights(type_name):
+        assert torch.equal(triton.gather(weight, torch.tensor([39, 0, 5])), dense[[39, 0, 5]])
+        y = triton.multiply(a, weight)
+        assert y.shape == (3, ROWS) and (y - expected).norm() / expected.norm() < 1e-3
+        assert torch.equal(triton.multiply(triton.prepare(x[1:2]), weight), y[1:2])
+        half = torch.empty(10, COLUMNS, dtype=torch.float16)
+        triton.unpack_to(half, weight, 3, 4.0)
+        assert (repack.disorder(half.float()) / 4 - dense[3:13]).norm() / dense[3:13].norm() < 1e-3
+
+
+@pytest.mark.slow
+def test_plain_kernels_in_the_interpreter():
+    here = Path(__file__)
+    setup = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import interpreter"
+    code = f"{setup}; import {here.stem} as t; t.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == list(DECODERS)
+
+
+def main() -> None:
+    for type_name in DECODERS:
+        check(type_name)
+        print(type_name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [75, 80, 90])
+def test_kernels_compile(capability, monkeypatch):
+    from ggufspec.kernels.matmul import triton
+
+    # a card with the shared memory of a consumer one: Q8_0 at 32 tokens must find a smaller tile
+    monkeypatch.setattr(cuda, "card", lambda index: (68, 99 << 10))
+    monkeypatch.setattr(cuda, "capability", lambda index: divmod(capability, 10))
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: torch.zeros(a.shape[0], b.shape[1]))
+    with compiling(capability) as names:
+        for type_name in ("Q4_K", "Q6_K", "Q8_0", "BF16"):
+            group = cuda.fuse((weights(type_name)[-1],))
+            for n_tokens in (2, 40, 200):
+                a = triton.prepare(torch.zeros(n_tokens, COLUMNS), pdl=capability >= 90)
+                (y,) = cuda.matmul(a, group)
+                assert y.shape == (n_tokens, ROWS)
+        triton.gather(weights("Q4_K")[1], torch.tensor([1]))
+    fast = {"narrow", "unpack"} if capability >= 80 else set()
+    assert set(names) == {"prepare_rows", "multiply_rows", "unpack_rows", "gather_rows"} | fast
