@@ -84,7 +84,7 @@ def chunk(
 def commit(state: GdnState, slots: Tensor) -> None:
     """Replay the accepted rows of slots [B] now; nothing is pending afterwards."""
     room(state.state).replay(state, slots)
-    state.counts[0, slots] = 0
+    state.n_replay.index_fill_(0, slots, 0)
 
 
 def save(state: GdnState, slot: int, *, to_host: bool = True) -> Tensor:

@@ -23,8 +23,10 @@ from ggufspec.kernels.gdn import plain as gdn_plain
 from ggufspec.kernels.gdn import triton as gdn_triton
 from ggufspec.kernels.kv import plain as kv_plain
 from ggufspec.kernels.kv import triton as kv_triton
+from ggufspec.kernels.matmul.triton import prepare
 from ggufspec.kernels.norm import plain as norm_plain
 from ggufspec.kernels.norm import triton as norm_triton
+from ggufspec.kernels.prepared import triton as prepared_triton
 from ggufspec.kernels.rope import RopeSpec
 from ggufspec.kernels.rope import plain as rope_plain
 from ggufspec.kernels.rope import triton as rope_triton
@@ -348,3 +350,33 @@ def dynamic_conv(device: str, real: bool) -> None:
     for side in (0, 1):
         close(conv_triton.dynamic_conv(*on(device, h, dyn, base), side), conv_plain.dynamic_conv(h, dyn, base, side),
               1e-5, f"side {side}")  # fmt: skip
+
+
+# ---- norms and activations into a matmul's input
+
+
+@case
+def prepared(device: str, real: bool) -> None:
+    """The fused kernels against the norm kernels followed by `prepare`: the same order, scale and nearly values."""
+
+    def check(got, rows: Tensor, what: str) -> None:
+        expected = prepare(rows.contiguous())
+        assert got.n_columns == expected.n_columns and got.rows.shape == expected.rows.shape
+        a, b = (x.rows.float() * x.scale[:, None] for x in (got, expected))
+        limit = 1.2e-3 * rows.abs().max().item()
+        close(a.cpu(), b.cpu(), limit, what)
+
+    T, K, n, d = (9, 5120, 48, 128) if real else (2, 300, 3, 100)
+    x, y, w = on(device, random(T, K), random(T, K, seed=1) * 100, random(K))
+    total, a = prepared_triton.add_rms_norm(x, y, w, EPS)
+    same(total, x + y, "sum")
+    check(a, norm_triton.rms_norm(x + y, w, EPS), "add_rms_norm")
+    check(prepared_triton.add_rms_norm(x, None, w, EPS)[1], norm_triton.rms_norm(x, w, EPS), "rms_norm")
+    alone = prepared_triton.add_rms_norm(x[1:2], y[1:2], w, EPS)[1]
+    same(alone.rows, a.rows[1:2], "rows alone")
+    joined = torch.cat((x, y), 1)
+    check(prepared_triton.swiglu(joined[:, :K], joined[:, K:]), norm_triton.swiglu(x, y), "swiglu")
+    check(prepared_triton.geglu(x, y), norm_triton.geglu(x, y), "geglu")
+    o, z, g = on(device, random(T, n, d), random(T, n, d, seed=1), random(d))
+    gated = norm_triton.gated_norm(o, z, g, EPS).flatten(1)
+    check(prepared_triton.gated_norm(o, z, g, EPS), gated, "gated_norm")

@@ -12,6 +12,7 @@ from ggufspec.kernels.gdn import GdnSpec, GdnWeights
 from ggufspec.kernels.gdn import triton as gdn_triton
 from ggufspec.kernels.kv import triton as kv_triton
 from ggufspec.kernels.norm import triton as norm_triton
+from ggufspec.kernels.prepared import triton as prepared_triton
 from ggufspec.kernels.rope import RopeSpec
 from ggufspec.kernels.rope import triton as rope_triton
 from ggufspec.kernels.select import triton as select_triton
@@ -20,24 +21,28 @@ KERNELS = {
     "norm_kernel", "activation_kernel", "tables_kernel", "rotate_kernel", "store_kernel", "spin_kernel",
     "attend_kernel", "combine_kernel", "inputs_kernel", "recurrence_kernel", "inverse_kernel", "scan_kernel",
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
-    "dynamic_conv_kernel",
+    "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
 }  # fmt: skip
 
 
 def everything(capability: int) -> None:
     with compiling(capability) as names:
-        norms()
+        norms(capability)
         attention()
         recurrent(capability)
         selection()
     assert set(names) == KERNELS, KERNELS ^ set(names)
 
 
-def norms() -> None:
+def norms(capability: int) -> None:
     x, w = torch.zeros(3, 5120), torch.zeros(5120)
     norm_triton.add_rms_norm(x, x, w, 1e-6)
     norm_triton.swiglu(x, x)
     norm_triton.gated_norm(torch.zeros(48, 128), torch.zeros(48, 128), torch.zeros(128), 1e-6)
+    prepared_triton.overlaps = lambda x: capability >= 90
+    prepared_triton.add_rms_norm(x, x, w, 1e-6)
+    prepared_triton.swiglu(torch.zeros(3, 17408), torch.zeros(3, 17408))
+    prepared_triton.gated_norm(torch.zeros(3, 48, 128), torch.zeros(3, 48, 128), torch.zeros(128), 1e-6)
 
 
 def attention() -> None:

@@ -1,0 +1,29 @@
+"""Norms and activations followed by `prepare`: the CPU path and the oracle of the fused kernels."""
+
+from torch import Tensor
+
+from ggufspec.kernels import norm
+from ggufspec.kernels.matmul import Activation, prepare
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Activation]:
+    if delta is None:
+        return x, prepare(flat(norm.rms_norm(x, weight, eps)))
+    total, normed = norm.add_rms_norm(x, delta, weight, eps)
+    return total, prepare(flat(normed))
+
+
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Activation:
+    return prepare(flat(norm.gated_norm(o, z, weight, eps).flatten(-2)))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Activation:
+    return prepare(flat(norm.swiglu(gate, up)))
+
+
+def geglu(gate: Tensor, up: Tensor) -> Activation:
+    return prepare(flat(norm.geglu(gate, up)))

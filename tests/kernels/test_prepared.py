@@ -1,0 +1,23 @@
+"""On the CPU the fused functions are their parts, bit for bit."""
+
+import torch
+
+from ggufspec.kernels import norm, prepared
+from ggufspec.kernels.matmul import prepare
+
+EPS = 1e-6
+
+
+def test_equal_their_parts():
+    x, y, w = torch.randn(2, 3, 96), torch.randn(2, 3, 96), torch.randn(96)
+    total, a = prepared.add_rms_norm(x, y, w, EPS)
+    expected_total, normed = norm.add_rms_norm(x, y, w, EPS)
+    assert torch.equal(total, expected_total)
+    assert a.n_columns == 96 and torch.equal(a.rows, prepare(normed.view(6, 96)).rows)
+    same, a = prepared.add_rms_norm(x, None, w, EPS)
+    assert same is x and torch.equal(a.rows, prepare(norm.rms_norm(x, w, EPS).view(6, 96)).rows)
+    assert torch.equal(prepared.swiglu(x, y).rows, prepare(norm.swiglu(x, y).view(6, 96)).rows)
+    assert torch.equal(prepared.geglu(x, y).rows, prepare(norm.geglu(x, y).view(6, 96)).rows)
+    o, z = x.view(2, 3, 4, 24), y.view(2, 3, 4, 24)
+    gated = norm.gated_norm(o, z, w[:24], EPS)
+    assert torch.equal(prepared.gated_norm(o, z, w[:24], EPS).rows, prepare(gated.view(6, 96)).rows)
