@@ -144,10 +144,25 @@ def where(condition: Array, a: Array, b: Array | float) -> Array:
     return np.where(condition, a, np.float32(b) if isinstance(b, int | float) else b)
 
 
+def divide(a: Array | float, b: Array | float) -> Array:
+    """a / b, correctly rounded, for an array and a number or two arrays; 0 where an array b is 0.
+
+    (torch multiplies by the reciprocal when one side is a Python number.)
+    """
+    array: Array = a if isinstance(b, int | float) else b
+    if is_torch(array):
+        import torch
+
+        a, b = (torch.as_tensor(v, dtype=torch.float32, device=array.device) for v in (a, b))
+        return torch.where(b == 0, 0.0, a / torch.where(b == 0, 1.0, b))
+    if isinstance(b, int | float):
+        return array / np.float32(b)
+    return np.divide(np.float32(a) if isinstance(a, int | float) else a, b, out=np.zeros_like(b), where=b != 0)
+
+
 def inverse(a: Array) -> Array:
     """1 / a, and 0 where a is 0."""
-    return where(a == 0, a, 1 / where(a == 0, a + 1, a)) if is_torch(a) else np.divide(
-        np.float32(1), a, out=np.zeros_like(a), where=a != 0)
+    return divide(1, a)
 
 
 def contiguous(a: Array) -> Array:

@@ -12,6 +12,7 @@ from ggufspec.quant.arrays import (
     cat,
     clip,
     contiguous,
+    divide,
     half_bytes,
     i8_bytes,
     inverse,
@@ -28,7 +29,7 @@ from ggufspec.quant.encode_32 import column_weights, groups, nonlinear_weights, 
 def _block_weights(x: Array, xt: Array, importance: Array, factor: int) -> Array:
     """importance * sqrt(factor * sum of squares of the block / 256 + x^2), laid out like xt [n, g]."""
     n, blocks = xt.shape[0], groups(x, 256)
-    sigma2 = searches(x).ordered_sum(blocks * blocks) * factor / 256
+    sigma2 = searches(x).ordered_sum(blocks * blocks) * (factor / 256)
     per_group = tile_columns(sigma2.reshape(-1, 1), 256 // n).reshape(-1)
     return column_weights(importance, len(x), n) * sqrt(per_group + xt * xt)
 
@@ -37,12 +38,7 @@ def _scale_codes(s: Array, top: int, n_groups: int) -> tuple[Array, Array]:
     """Non-negative group scales [g] -> codes 0..top [blocks, n_groups] and the blocks' unit [blocks], unrounded."""
     s = s.reshape(-1, n_groups)
     peak = clip(searches(s).highest(contiguous(s.T)), 0, float("inf")) + 0  # no minus zero
-    return clip(rint(_over(top, peak).reshape(-1, 1) * s), 0, top), peak / top
-
-
-def _over(a: float, b: Array) -> Array:
-    """a / b, and 0 where b is 0."""
-    return where(b == 0, b, a / where(b == 0, b + 1, b))
+    return clip(rint(divide(top, peak).reshape(-1, 1) * s), 0, top), divide(peak, top)
 
 
 def _fitted_codes(s: Array, m: Array, w: Array, top: int, n_groups: int) -> tuple[Array, Array, Array, Array]:
@@ -74,7 +70,7 @@ def _asymmetric(
     fit, xt, n_groups = searches(x), groups(x, n), 256 // n
     if importance is None:
         absolute = abs(xt)
-        w = absolute if n == 16 else sqrt(fit.ordered_sum(xt * xt) / n) + absolute
+        w = absolute if n == 16 else sqrt(divide(fit.ordered_sum(xt * xt), n)) + absolute
         s, m, fitted = fit.asymmetric(xt, n_max, w, *trials, use_mad=n == 16)
         codes, d = _scale_codes(s, top, n_groups)
         m_codes, d_min = _scale_codes(m, top, n_groups)
@@ -136,7 +132,7 @@ def q3_k(x: Array, importance: Array | None) -> Array:
     if importance is None:
         s, fit_levels = fit.symmetric_sweeps(xt, 4)
         by_block = contiguous(s.reshape(-1, 16).T)
-        unit = _over(-32, fit.extreme(by_block))
+        unit = divide(-32, fit.extreme(by_block))
         codes = clip(rint(unit * by_block), -32, 31) + 32
         codes = where(unit == 0, codes - 32, codes)
         d = inverse(unit)
@@ -166,8 +162,8 @@ def q6_k(x: Array, importance: Array | None) -> Array:
     by_block = contiguous(s.reshape(-1, 16).T)
     peak = fit.extreme(by_block)
     empty = abs(peak) < 1e-15
-    unit = -128 / where(empty, peak * 0 + 1, peak)
-    d = where(empty, peak * 0, 1 / unit)
+    unit = divide(-128, where(empty, peak * 0 + 1, peak))
+    d = where(empty, peak * 0, inverse(unit))
     codes = clip(rint(unit * by_block), -128, 127)
     codes = where(empty, codes * 0, codes)
     scale = (round_half(d) * codes).T.reshape(-1)
@@ -182,7 +178,7 @@ def iq4_xs(x: Array, importance: Array | None) -> Array:
     fit, xt = searches(x), groups(x, 32)
     s = fit.nonlinear(xt, nonlinear_weights(x, xt, importance, 256))
     by_block = contiguous(s.reshape(-1, 8).T)
-    d = fit.extreme(by_block) / -32
+    d = divide(fit.extreme(by_block), -32)
     codes = clip(rint(inverse(d) * by_block), -32, 31)
     scale = (d * codes).T.reshape(-1)
     levels = ungroup(fit.nonlinear_level(xt * inverse(scale))).reshape(-1, 8, 2, 16)

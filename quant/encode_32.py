@@ -15,6 +15,7 @@ from ggufspec.quant.arrays import (
     cat,
     clip,
     contiguous,
+    divide,
     half_bytes,
     i8_bytes,
     inverse,
@@ -55,7 +56,7 @@ def _row_weights(x: Array, xt: Array, importance: Array) -> Array:
     """importance * sqrt(sigma^2 + x^2), sigma^2 the mean square of the whole row; laid out like xt [32, g]."""
     n_rows, n_columns = x.shape
     by_column = contiguous(x.T)
-    sigma2 = searches(x).ordered_sum(by_column * by_column) / n_columns
+    sigma2 = divide(searches(x).ordered_sum(by_column * by_column), n_columns)
     per_group = tile_columns(sigma2.reshape(-1, 1), n_columns // 32).reshape(-1)
     return column_weights(importance, n_rows, 32) * sqrt(per_group + xt * xt)
 
@@ -76,7 +77,7 @@ def _high_bits(levels: Array) -> Array:
 
 def q8_0(x: Array, importance: Array | None) -> Array:
     blocks = x.reshape(-1, 32)
-    d = searches(x).magnitude(blocks) / 127
+    d = divide(searches(x).magnitude(blocks), 127)
     return cat([half_bytes(d), i8_bytes(round_away(blocks * inverse(d).reshape(-1, 1)))], 1)
 
 
@@ -84,7 +85,7 @@ def _symmetric(x: Array, importance: Array | None, n_max: int) -> tuple[Array, A
     """Scale [g] and levels uint8 [g, 32] of a type with levels around n_max (8 or 16) and no minimum."""
     fit, xt = searches(x), groups(x, 32)
     if importance is None:
-        d = fit.extreme(xt) / -n_max
+        d = divide(fit.extreme(xt), -n_max)
         return d, ungroup(clip(trunc(xt * inverse(d) + (n_max + 0.5)), 0, 2 * n_max - 1))
     d, levels = fit.symmetric(xt, n_max, _row_weights(x, xt, importance))
     return d, ungroup(levels.of(xt))
@@ -95,7 +96,7 @@ def _asymmetric(x: Array, importance: Array | None, n_max: int) -> tuple[Array, 
     fit, xt = searches(x), groups(x, 32)
     if importance is None:
         low = fit.lowest(xt)
-        d = (fit.highest(xt) - low) / n_max
+        d = divide(fit.highest(xt) - low, n_max)
         return d, low, ungroup(clip(trunc((xt - low) * inverse(d) + 0.5), 0, n_max))
     d, minus, levels = fit.asymmetric(xt, n_max, _row_weights(x, xt, importance), -0.9, 0.05, 36)
     return d, -minus, ungroup(levels.of(xt))

@@ -21,7 +21,7 @@ from ggufspec.quant.arrays import Array, half_bytes, is_torch
 if TYPE_CHECKING:
     import torch
 
-CHUNK_ELEMENTS = 1 << 16  # a chunk's temporaries should stay in a core's L2 cache
+CHUNK_ELEMENTS = 1 << 18  # 1 MB an array: small enough for a core's caches, large enough to hide the calls
 CUDA_CHUNK_ELEMENTS = 1 << 26
 
 

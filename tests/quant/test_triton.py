@@ -50,7 +50,7 @@ def test_file_made_on_the_device_equals_the_cpus(tmp_path, kind):
 
 
 def test_memory_stays_small_whatever_the_tensor(tmp_path):
-    """Half a gigabyte of float32 goes through without being in memory at once."""
+    """A tensor goes through without being in memory at once."""
     script = """
 import resource, sys
 from ggufspec.gguf_file import open_gguf
@@ -66,3 +66,32 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
         [sys.executable, "-c", script, source, tmp_path / "out.gguf"], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 150  # MiB; the tensor is 128 MiB as stored and 256 MiB as float32
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        ("_sum_kernel", {"N": 32}),
+        ("_symmetric_kernel", {"K": 18, "N": 16, "N_MAX": 32.0}),
+        ("_asymmetric_kernel", {"K": 21, "N": 32, "N_MAX": 15.0, "USE_MAD": False}),
+        ("_positive_kernel", {"K": 9, "N": 8, "N_MAX": 63.0, "BITS": 8}),
+        ("_symmetric_sweeps_kernel", {"N": 16, "N_MAX": 4.0, "BITS": 4}),
+        ("_nonlinear_kernel", {"FIRST": -127.0, "TRIES": 7, "N": 32}),
+    ],
+)
+def test_compiled_kernels_round_every_operation(kernel, constants):
+    """No multiply-add is fused and no division is approximate in the code for an H200 (no device needed)."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ggufspec.quant import search_triton
+
+    function, constants = getattr(search_triton, kernel), {**constants, "SIZE": search_triton.BLOCK}
+    signature = {n: "constexpr" if n in constants else "i32" if n == "G" else "*fp32" for n in function.arg_names}
+    places = {(i,): constants[n] for i, n in enumerate(function.arg_names) if n in constants}
+    source = ASTSource(function, signature, places)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    code = made.asm["ptx"]
+    assert "fma." not in code and "div.full" not in code and "approx" not in code
+    assert "div.rn.f32" in code or kernel == "_sum_kernel"
