@@ -49,6 +49,8 @@ def start(engine: Engine, slot: Slot, job: Job) -> None:
     slot.job, slot.last = job, -1
     slot.stream = engine.new_stream(request)
     engine.chooser.start(slot)
+    if engine.decoder.synthetic is not None:
+        engine.decoder.synthetic.start(slot.id, request.sampling.seed)
 
 
 def cut(engine: Engine, slot: Slot, n: int) -> None:

@@ -18,6 +18,7 @@ from .cache import Cache
 from .capture import Graphs
 from .choose import Choices, Chooser
 from .drafters import Drafter
+from .drafters.synth import SyntheticAcceptance
 from .job import TokenOut
 from .rows import Rows
 from .slot import Slot
@@ -85,12 +86,13 @@ class Decoder:
     """The target, its cache, the drafter and the chooser, stage by stage. `graphs` None runs every stage eagerly."""
 
     def __init__(self, target: Model, cache: Cache, drafter: Drafter | None, chooser: Chooser,
-                 graphs: Graphs | None = None):
+                 graphs: Graphs | None = None, synthetic: SyntheticAcceptance | None = None):
         self.target = target
         self.cache = cache
         self.drafter = drafter
         self.chooser = chooser
         self.graphs = graphs
+        self.synthetic = synthetic
         self.device = target.device
         self._accepted_rows: dict[int, int] = {}
 
@@ -103,14 +105,16 @@ class Decoder:
         laps.mark()
         rows, output = self._verify(inputs, draft, n_draft)
         laps.mark()
-        choices, summary = self._choose(rows, output, slots)
+        choices, summary = self._choose(rows, output, slots, self._uniforms(slots, rows.width - 1))
         laps.mark()
         self._observe(rows, output, summary)
         laps.mark()
         host = summary.tolist()
         emitted = [row[: row[-2] + 1] for row in host]
-        for slot, tokens in zip(slots, emitted):
+        for slot, tokens, row in zip(slots, emitted, host):
             self._accepted_rows[slot.id] = len(tokens)
+            if self.synthetic is not None:
+                self.synthetic.used(slot.id, row[-1] - 1, len(tokens) - 1)
         chosen = self.chooser.report(slots, choices, emitted)
         draft_ms, verify_ms, sample_ms, observe_ms = laps.ms()
         return Decoded(
@@ -147,30 +151,40 @@ class Decoder:
             return stage(*arguments)
         return self.graphs.run(("verify", draft.shape[1]), stage, arguments)
 
-    def _choose(self, rows: Rows, output: Output, slots: Sequence[Slot]) -> tuple[Choices, Tensor]:
+    def _uniforms(self, slots: Sequence[Slot], n: int) -> tuple[Tensor, ...]:
+        """The random numbers of synthetic acceptance, [B, n], or nothing."""
+        return () if self.synthetic is None else (self.synthetic.draw([s.id for s in slots], n),)
+
+    def _choose(self, rows: Rows, output: Output, slots: Sequence[Slot], uniforms: tuple[Tensor, ...]
+                ) -> tuple[Choices, Tensor]:
         """The target's tokens and, in one tensor for the host, [B, W + 2]: tokens, n_accepted, n_rows."""
         assert output.logits is not None
         logits = output.logits
         plan = self.chooser.plan(slots, rows.width)
         if plan is None:
             choices = self.chooser.general(logits, rows, slots)
-            return choices, self._settle(rows, choices.tokens)
+            return choices, self._settle(rows, choices.tokens, uniforms)
+        n_params = len(plan.tensors)
 
-        def stage(*params: Tensor) -> tuple[Tensor, Tensor]:
-            tokens = self.chooser.simple(logits, rows, plan.with_tensors(params))
-            return tokens, self._settle(rows, tokens)
+        def stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+            tokens = self.chooser.simple(logits, rows, plan.with_tensors(inputs[:n_params]))
+            return tokens, self._settle(rows, tokens, inputs[n_params : n_params + len(uniforms)])
 
+        inputs = (*plan.tensors, *uniforms)
         if self.graphs is None:
-            tokens, summary = stage(*plan.tensors)
+            tokens, summary = stage(*inputs)
         else:
             # logits and rows are the verify graph's own buffers: fixed places, so they need no copy
-            name = ("choose", rows.width, plan.n_candidates, logits.data_ptr(), rows.tokens.data_ptr())
-            tokens, summary = self.graphs.run(name, stage, plan.tensors or (rows.n_rows,))
+            name = ("choose", rows.width, plan.n_candidates, n_params, logits.data_ptr(), rows.tokens.data_ptr())
+            tokens, summary = self.graphs.run(name, stage, inputs)
         return Choices(tokens), summary
 
-    def _settle(self, rows: Rows, tokens: Tensor) -> Tensor:
+    def _settle(self, rows: Rows, tokens: Tensor, uniforms: tuple[Tensor, ...]) -> Tensor:
         """Commit the accepted rows; [B, W + 2] for the host: tokens, n_accepted, n_rows."""
-        n_accepted = accepted_prefix(rows, tokens, self.chooser.is_eog)
+        if self.synthetic is not None:
+            tokens, n_accepted = self.synthetic.settle(rows, tokens, uniforms[0], self.chooser.is_eog)
+        else:
+            n_accepted = accepted_prefix(rows, tokens, self.chooser.is_eog)
         self.cache.accept(rows.slots, n_accepted + 1)
         return torch.cat([tokens, n_accepted[:, None], rows.n_rows[:, None]], dim=1)
 

@@ -23,6 +23,7 @@ from .capture import Graphs
 from .choose import Chooser
 from .decode import Decoded, Decoder
 from .drafters import Drafter
+from .drafters.synth import SyntheticAcceptance
 from .errors import RequestError
 from .job import Event, Job, JobState, Request, TokenOut
 from .prompt_cache import PromptCache
@@ -110,6 +111,7 @@ class Engine:
         use_graphs: bool = True,
         on_capture: Callable[[str], None] | None = None,
         link: Link | None = None,
+        synthetic: SyntheticAcceptance | None = None,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -126,7 +128,7 @@ class Engine:
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
         graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
-        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs)
+        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic)
         self.link = link
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()

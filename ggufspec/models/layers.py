@@ -12,10 +12,10 @@ from torch import Tensor
 from ..cache import Cache
 from ..errors import UnsupportedError
 from ..kernels.attention import AttentionSpec, attend
-from ..kernels.kv import store
+from ..kernels.kv import norm_rope_store
 from ..kernels.matmul import WeightGroup, matmul, prepare
 from ..kernels.norm import geglu, rms_norm, swiglu
-from ..kernels.rope import RopeSpec, rotate
+from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..weights import Part, Weights
 from .base import Step, add_norm
@@ -109,18 +109,13 @@ class Projections:
             weights.vector(f"{block}.attn_k_norm.weight", (hd,), device) if norms else None,
         )
 
-    def __call__(self, n: Tensor, hd: int, hd_v: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """n [B, W, D] to q [B, W, H, hd], k [B, W, KV, hd], v [B, W, KV, hd_v]; norms applied, not yet rotated."""
+    def __call__(self, n: Tensor, hd: int, hd_v: int) -> tuple[Tensor, Tensor, Tensor]:
+        """n [B, W, D] to q [B, W, H, hd], k [B, W, KV, hd], v [B, W, KV, hd_v]; neither normed nor rotated yet."""
         outs = matmul(prepare(flat(n)), self.qkv)
         q, k, v = outs[0].split(self.sizes, dim=-1) if self.fused else outs
         q, k, v = (add_bias(t, b) for t, b in zip((q, k, v), self.biases))
         shape = n.shape[:2]
-        q, k, v = q.reshape(*shape, -1, hd), k.reshape(*shape, -1, hd), v.reshape(*shape, -1, hd_v)
-        if self.q_norm is not None:
-            q = rms_norm(q, self.q_norm, eps)
-        if self.k_norm is not None:
-            k = rms_norm(k, self.k_norm, eps)
-        return q, k, v
+        return q.reshape(*shape, -1, hd), k.reshape(*shape, -1, hd), v.reshape(*shape, -1, hd_v)
 
 
 def heads_cut(weights: Weights, block: str, config: Config, layer: int, shard: Shard) -> Cut:
@@ -166,11 +161,12 @@ class Attention:
     def __call__(self, n: Tensor, step: Step, cache: Cache, layer: int) -> Tensor:
         rows, kv = step.rows, cache.kv[layer]
         assert kv is not None
-        q, k, v = self.projections(n, self.key_length, self.value_length, self.eps)
-        cos, sin = step.rope(self.rope)
-        q, k = rotate(q, cos, sin, self.rope), rotate(k, cos, sin, self.rope)
-        store(kv, k, v, rows.slots, step.store_positions)
-        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec)
+        p = self.projections
+        q, k, v = p(n, self.key_length, self.value_length)
+        norms = None if p.q_norm is None or p.k_norm is None else (p.q_norm, p.k_norm, self.eps)
+        rope = (*step.rope(self.rope), self.rope)
+        q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
+        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, q_rotated=True)
         (out,) = matmul(prepare(o.reshape(-1, o.shape[-2] * o.shape[-1])), self.output)
         return add_bias(self.shard.sum(out), self.output_bias).view(n.shape)
 

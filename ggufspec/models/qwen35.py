@@ -12,10 +12,10 @@ from ..errors import ConfigError, FileError, UnsupportedError
 from ..kernels import gdn
 from ..kernels.attention import AttentionSpec, attend
 from ..kernels.gdn import GdnSpec, GdnWeights
-from ..kernels.kv import KV, store
+from ..kernels.kv import KV, norm_rope_store
 from ..kernels.matmul import PackedWeight, WeightGroup, matmul, prepare
-from ..kernels.norm import gated_norm, rms_norm
-from ..kernels.rope import RopeSpec, rotate
+from ..kernels.norm import gated_norm, rms_norm, sigmoid_gate
+from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
 from ..weights import Part, Weights
@@ -103,11 +103,11 @@ class GatedAttention:
         B, W = n.shape[:2]
         q_gate, k, v = matmul(prepare(flat(n)), self.qkv)
         q, gate = q_gate.view(B, W, self.n_head, 2, self.hd).unbind(3)
-        cos, sin = step.rope(self.rope)
-        q = rotate(rms_norm(q.contiguous(), self.q_norm, self.eps), cos, sin, self.rope)
-        k = rotate(rms_norm(k.view(B, W, self.n_kv, self.hd), self.k_norm, self.eps), cos, sin, self.rope)
-        store(kv, k, v.view(B, W, self.n_kv, self.hd), rows.slots, step.store_positions)
-        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec) * torch.sigmoid(gate)
+        k, v = (t.view(B, W, self.n_kv, self.hd) for t in (k, v))
+        norms, rope = (self.q_norm, self.k_norm, self.eps), (*step.rope(self.rope), self.rope)
+        q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
+        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, q_rotated=True)
+        o = sigmoid_gate(o, gate)
         (out,) = matmul(prepare(o.reshape(B * W, -1)), self.output)
         return self.shard.sum(out).view(n.shape)
 
