@@ -21,7 +21,7 @@ class ByteTokenizer:
 
     eog = frozenset({256})
     bos, eos = None, 256
-    add_bos = False
+    add_bos = add_eos = False
     n_vocab = 259
     ids = SimpleNamespace(fim_pre=None, fim_suf=None, fim_mid=None, fim_rep=None, fim_sep=None, bos=None)
     tokens = [bytes([i]).decode("latin-1") for i in range(256)] + ["<eos>", "<a>", "<b>"]
@@ -49,7 +49,8 @@ def stream_of(prompt):
 
 
 class FakeEngine:
-    def __init__(self, n_slots=2, n_ctx=512, step_s=0.0, die_after=None):
+    def __init__(self, n_slots=2, n_ctx=512, step_s=0.0, die_after=None, script=None):
+        self.script = script  # text of every answer, in place of one that names the prompt
         self.tokenizer = ByteTokenizer()
         self.n_ctx, self.step_s, self.die_after = n_ctx, step_s, die_after
         self.drafter = None
@@ -94,7 +95,8 @@ class FakeEngine:
             if slot.job is None and self.queue:
                 job = slot.job = self.queue.popleft()
                 job.slot, job.state, job.n_prompt_done = slot.id, JobState.PROMPT, len(job.request.prompt)
-                job.plan, job.stops = stream_of(job.request.prompt), StopStrings(job.request.stop)
+                job.stops = StopStrings(job.request.stop)
+                job.plan = [*self.script.encode(), 256] if self.script else stream_of(job.request.prompt)
                 job.stats.prompt_n, job.stats.prompt_ms = len(job.request.prompt), 1.0
                 events.append(Event(job, "prompt"))
             elif slot.job is not None:
