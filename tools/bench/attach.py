@@ -1,0 +1,181 @@
+"""One target, loaded once, and its drafters attached one after another."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+
+import torch
+
+from ggufspec import bundled
+from ggufspec.drafters import Drafter, DraftOptions
+from ggufspec.drafters.dflash import BlockDrafter
+from ggufspec.drafters.dflash_config import read_dflash_config
+from ggufspec.drafters.load import SpecOptions, load_drafter
+from ggufspec.drafters.recognize import TYPES, infer_types, mtp_block
+from ggufspec.drafters.synth import check_rates, rates_of_length
+from ggufspec.errors import ConfigError
+from ggufspec.gguf_file import GGUFFile, open_gguf
+from ggufspec.models import Config, Model, load_model, read_config
+from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools import runtime
+from ggufspec.tools.settings import Settings
+from ggufspec.weights import Weights
+
+from .steady import SteadyEngine, endless
+
+ALIASES = {"mtp": "draft-mtp", "dspark": "draft-dspark", "dflash": "draft-dflash", "dflash2": "draft-dflash"}
+DEFAULT_N_MAX = DraftOptions.n_max
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """One `--drafter`. `n_max` None: the sweep's, or what the drafter was trained for."""
+
+    label: str
+    kind: str  # llama.cpp's name
+    path: str | None = None
+    n_max: int | None = None
+    p_min: float = 0.0
+    synth_length: float | None = None
+    synth_rates: tuple[float, ...] = ()
+
+    @property
+    def is_synthetic(self) -> bool:
+        return self.synth_length is not None or bool(self.synth_rates)
+
+    def rates(self, n_max: int) -> list[float]:
+        """Acceptance rates of the first n_max positions. ConfigError where length or rates do not fit n_max."""
+        if self.synth_length is not None:
+            return rates_of_length(self.synth_length, n_max)
+        return check_rates(self.synth_rates, n_max)
+
+
+def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
+    """`TYPE`, `TYPE=FILE` or `FILE`, then `,n=N`, `,p-min=P`, `,synth-len=L`, `,synth-rates=P0/P1/...`.
+
+    TYPE is a name of `--spec-type`, or mtp, dspark, dflash, dflash2. With the bundled target its own drafters need
+    no file.
+    """
+    head, *rest = text.split(",")
+    name, _, path = head.partition("=")
+    label = name
+    if name not in ALIASES and name not in TYPES[1:]:
+        path, label = head, ""
+        found = infer_types(open_gguf(path))
+        if not found:
+            raise ConfigError(f"--drafter {head}: an ordinary model; write draft-simple={head} to draft with it")
+        name = found[0]
+    kind = ALIASES.get(name, name)
+    if not path and kind in ("draft-dspark", "draft-dflash") and has_bundled_target:
+        path = str(bundled.path("dspark" if kind == "draft-dspark" else "dflash2"))
+    values: dict[str, str] = {}
+    for item in rest:
+        key, sign, value = item.partition("=")
+        if not sign or key not in ("n", "p-min", "synth-len", "synth-rates", "label"):
+            raise ConfigError(f"--drafter {text}: {item!r} is not one of n=, p-min=, synth-len=, synth-rates=, label=")
+        values[key] = value
+    try:
+        rates = tuple(float(part) for part in values["synth-rates"].split("/")) if "synth-rates" in values else ()
+        return DrafterChoice(
+            values.get("label") or label or kind, kind, path or None,
+            int(values["n"]) if "n" in values else None, float(values.get("p-min", 0)),
+            float(values["synth-len"]) if "synth-len" in values else None, rates,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"--drafter {text}: {error}; expected numbers") from None
+
+
+def default_drafters(file: GGUFFile, is_bundled: bool) -> list[DrafterChoice]:
+    """What can draft without being named: the bundled family, or the MTP block of the target's own file."""
+    if is_bundled:
+        return [parse_drafter(name, True) for name in ("mtp", "dspark", "dflash2")]
+    if mtp_block(file) is None:
+        raise ConfigError(f"{file.path}: the file has no MTP block; name a drafter with --drafter TYPE=FILE")
+    return [parse_drafter("mtp")]
+
+
+@dataclass
+class Bench:
+    """A loaded target and how its engines are to be built."""
+
+    settings: Settings
+    file: GGUFFile
+    config: Config
+    model: Model
+    weights: Weights
+    tokenizer: Tokenizer
+    n_slots: int
+    n_ctx: int
+
+    @classmethod
+    def load(cls, settings: Settings, n_slots: int, n_ctx: int, *, show_progress: bool = True) -> Bench:
+        assert settings.model.path is not None
+        if settings.common.threads > 0:
+            torch.set_num_threads(settings.common.threads)
+        runtime.check_context(settings.context)
+        file = runtime.open_model_file(settings.model.path, settings.model.overrides)
+        config = runtime.with_rope_options(read_config(file), settings.context)
+        placement = runtime.place(settings.model, config)
+        with runtime.loading_bar(file.n_bytes, show_progress) as progress:
+            weights = Weights(file, progress)
+            model = load_model(file, placement, config=config, weights=weights)
+        return cls(settings, file, config, model, weights, Tokenizer.from_metadata(file.metadata), n_slots, n_ctx)
+
+    def engine(self, drafter: Drafter | None, *, ignore_eos: bool, use_graphs: bool | None = None) -> SteadyEngine:
+        context = self.settings.context
+        return SteadyEngine(
+            self.model, endless(self.tokenizer) if ignore_eos else self.tokenizer, drafter=drafter,
+            n_slots=self.n_slots, n_ctx=self.n_ctx, n_ubatch=min(context.n_ubatch or context.n_batch, context.n_batch),
+            type_k=context.type_k, type_v=context.type_v, n_checkpoints=0,
+            use_graphs=self.settings.model.graphs if use_graphs is None else use_graphs,
+        )  # fmt: skip
+
+    def load_drafter(self, choice: DrafterChoice, n_max: int | None) -> Drafter:
+        """The drafter, able to propose up to n_max tokens (None: its own limit). Drop it and call `free` after use."""
+        chosen = choice.n_max if choice.n_max is not None else n_max
+        if chosen is None:
+            chosen = natural_n_max(choice)
+        spec: SpecOptions = replace(
+            runtime.spec_options(self.settings.speculative), types=(choice.kind,),
+            draft=DraftOptions(chosen, self.settings.speculative.n_min, choice.p_min),
+        )  # fmt: skip
+        drafter = load_drafter(
+            spec, self.file, self.model, None if choice.path is None else open_gguf(choice.path),
+            n_slots=self.n_slots, n_ctx=self.n_ctx, device=runtime.draft_device(self.settings.speculative),
+            target_weights=self.weights,
+        )  # fmt: skip
+        if drafter is None:
+            raise ConfigError(f"--drafter {choice.label}: drafts nothing with --n-max {chosen}; expected 1 or more")
+        return drafter
+
+
+def natural_n_max(choice: DrafterChoice) -> int:
+    """What a block drafter was trained for; MTP chains and small models have no such length: llama.cpp's default."""
+    if choice.kind not in ("draft-dspark", "draft-dflash"):
+        return DEFAULT_N_MAX
+    if choice.path is None:
+        raise ConfigError(f"--drafter {choice.label}: needs the drafter's file, as {choice.label}=FILE")
+    return read_dflash_config(open_gguf(choice.path)).n_limit
+
+
+def set_width(engine: SteadyEngine, n_max: int) -> int:
+    """Draft n_max tokens a step from now on (or as many as the drafter can); returns how many.
+
+    A block drafter's block follows n_max, as when it is loaded with that n_max.
+    """
+    drafter = engine.drafter
+    assert drafter is not None
+    if isinstance(drafter, BlockDrafter):
+        n_max = min(n_max, drafter.backbone.config.n_limit)
+        drafter.n_max = drafter.stats.n_max = n_max
+        drafter.width = n_max + drafter.backbone.config.first_row
+    engine.n_max = min(n_max, drafter.n_max)
+    return engine.n_max
+
+
+def free() -> None:
+    """Give back what is no longer referenced, on the GPU too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
