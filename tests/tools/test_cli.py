@@ -128,6 +128,14 @@ def test_missing_model(capsys, monkeypatch):
     assert status == 1 and "/nonexistent.gguf" in err and "Traceback" not in err
 
 
+def test_without_a_model_the_bundled_one_runs(capsys, monkeypatch):
+    argv = ("cli", "-p", "def add(a, b):", "-n", "6", "--temp", "0", "-c", "256")
+    status, out, err = ggufspec(capsys, monkeypatch, *argv)
+    assert status == 0 and out.startswith("def add(a, b):") and len(out) > 16 and "draft-mtp" in err
+    for kind in ("draft-dspark", "draft-dflash"):
+        assert ggufspec(capsys, monkeypatch, *argv, "--spec-type", kind)[1] == out
+
+
 def test_unknown_command(capsys, monkeypatch):
     status, _, err = ggufspec(capsys, monkeypatch, "clii")
     assert status == 2 and "did you mean cli?" in err
