@@ -17,9 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ggufspec.errors import ConfigError, UnsupportedError
-from ggufspec.gguf_header import TensorInfo
 from ggufspec.quant import layouts
 
 
@@ -74,6 +74,19 @@ KEPT_PARTS = (
     "indexer.q_proj.weight",
 )  # fmt: skip
 KEPT_NAMES = ("position_embd.weight", "token_types.weight")
+
+
+class Tensor(Protocol):
+    """What the rules look at. `shape` is in PyTorch order, `columns` its last size."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type_name(self) -> str: ...
+    @property
+    def columns(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -236,7 +249,7 @@ def visiting_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-def keeps_type(info: TensorInfo, choices: Choices) -> bool:
+def keeps_type(info: Tensor, choices: Choices) -> bool:
     """True for tensors that are copied as they are: vectors, norms, biases and a few small matrices."""
     name = info.name
     return (
@@ -253,7 +266,7 @@ def is_value(name: str) -> bool:
     return any(part in name for part in ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"))
 
 
-def decide(tensors: Sequence[TensorInfo], facts: Facts, choices: Choices) -> list[Decision]:
+def decide(tensors: Sequence[Tensor], facts: Facts, choices: Choices) -> list[Decision]:
     """The types of all `tensors`, which are in visiting order and already pruned."""
     if facts.architecture == "falcon":
         raise UnsupportedError("architecture falcon has tensor rules of its own, which are not implemented")
@@ -263,7 +276,7 @@ def decide(tensors: Sequence[TensorInfo], facts: Facts, choices: Choices) -> lis
     return [_decide_one(info, model) for info in tensors]
 
 
-def _decide_one(info: TensorInfo, model: _Model) -> Decision:
+def _decide_one(info: Tensor, model: _Model) -> Decision:
     choices, name = model.choices, info.name
     if keeps_type(info, choices):
         return Decision(name, info.type_name, info.type_name, kept=True)
@@ -286,7 +299,7 @@ def _decide_one(info: TensorInfo, model: _Model) -> Decision:
     return Decision(name, with_fallback(wanted, info.columns), wanted)
 
 
-def _by_rules(info: TensorInfo, model: _Model) -> str:
+def _by_rules(info: Tensor, model: _Model) -> str:
     name, facts, choices, seen = info.name, model.facts, model.choices, model.seen
     kind, default = choices.file_type.name, choices.file_type.default
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from rows import stress_rows
 
+from ggufspec import bundled
 from ggufspec.errors import ConfigError, UnsupportedError
+from ggufspec.gguf_file import open_gguf
 from ggufspec.quant import layouts
 from ggufspec.quant.dequantize import dequantize
 from ggufspec.quant.quantize import ENCODERS, quantize, quantize_torch
@@ -111,3 +113,14 @@ def test_refusals():
         quantize(np.zeros((2, 256), np.float32), "Q8_K")
 
 
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_trained_weights_equal_reference(name):
+    """Slices of the bundled target's tensors, every kind of tensor in it."""
+    file = open_gguf(bundled.target_path())
+    for tensor in (t for t in file.tensors.values() if t.layout.is_quantized and not t.name.startswith("blk.1")):
+        x = dequantize(np.array(file.read(tensor.name)[:24]), tensor.type_name)
+        w = np.random.default_rng(tensor.columns).uniform(0.01, 10, tensor.columns).astype(np.float32)
+        for importance in (None, w):
+            assert n_different(quantize(x, name, importance), reference(x, name, importance), name) == 0, tensor.name
