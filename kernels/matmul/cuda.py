@@ -28,7 +28,8 @@ PART_COUNTS = (1, 4, 16, 64, 256)  # what the kernel is compiled for; a tile in 
 
 @dataclass(frozen=True)
 class Config:
-    """How the narrow kernel cuts a launch; see `gluon.narrow`. per_sm: programs a multiprocessor runs at once.
+    """How the narrow kernel cuts a launch; see `gluon.narrow`. per_sm: programs a multiprocessor runs at once; n_ahead:
+    units a program prefetches while it waits for its inputs.
 
     Never a function of the number of tokens: the order of sums follows from it.
     """
@@ -38,6 +39,7 @@ class Config:
     MT: int = 2
     ST: int = 3
     per_sm: int = 2
+    n_ahead: int = 0
 
     @property
     def n_rows(self) -> int:
@@ -248,7 +250,7 @@ def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
 
 
 def run(
-    launch: Launch, a: Activation, config: Config | None = None, pdl: int | None = None, n_parts: int = 1
+    launch: Launch, a: Activation, config: Config | None = None, pdl: bool | None = None, n_parts: int = 1
 ) -> list[Tensor]:
     """One launch of the narrow kernel: float32 [T, rows_i] for each of its weights. T: 1..NARROW_TOKENS.
 
@@ -279,11 +281,11 @@ def run(
         low, parts.get("high", low), parts["scale"], parts.get("d", parts.get("min", low)),
         a.rows, a.scale, out, launch.row_start, launch.row_width, partial, launch.arrived,
         launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
-        2.0**-power, pair(minimum), pair(-1024 * minimum),
+        2.0**-power, pair(minimum), pair(-1024 * minimum), config.n_ahead,
         LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
         KW=config.KW, WM=config.WM, MT=config.MT, ST=config.n_stages(block_bytes, tile, shared_bytes),
-        PARTS=n_parts, PDL=int(pdl),
-        num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=bool(pdl),
+        PARTS=n_parts, PDL=pdl,
+        num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
     )  # fmt: skip
     sizes = [n * n_tokens for n in launch.n_rows]
     return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]

@@ -315,6 +315,15 @@ def step(tile, block, KW: gl.constexpr, S):
 
 
 @gluon.jit
+def prefetch(base, offset, n_words: gl.constexpr, n_warps: gl.constexpr):
+    """Bring n_words neighbouring words into the L2 cache, a line of 32 words a thread."""
+    line = gl.arange(0, n_words // 32, gl.BlockedLayout([1], [32], [n_warps], [0]))
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + (offset + line * 32)], gl.int32, False, 1
+    )
+
+
+@gluon.jit
 def release_dependents():
     """Programmatic dependent launch: let the next kernel start its prologue."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
@@ -326,10 +335,10 @@ def wait_for_inputs():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
-@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias"])
+@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_ahead"])
 def narrow(
     low, high, scale, extra, x, x_scale, out, row_start, row_width, partial, arrived,
-    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias,
+    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_ahead,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
     KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -345,6 +354,7 @@ def narrow(
     [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile's parts
     (at most PARTS) go through `partial`, and the program that arrives last (`arrived`, one counter a tile, zero before
     and after) adds them in the order of K. Nothing here depends on T, so neither does the order of a token's sums.
+    PDL: launched before the kernels ahead have ended; n_ahead: units prefetched while waiting for them.
     """
     M: gl.constexpr = 16 * WM * MT
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
@@ -390,8 +400,14 @@ def narrow(
         fetch_weights(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
         ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
     if PDL:
-        if PDL == 1:
-            release_dependents()
+        release_dependents()
+        # while the kernel that makes the activations runs, memory would idle: bring later units into the cache
+        for _ in range(gl.minimum(n_ahead, stop - start - (ST - 1))):
+            offset = ahead_block * rows + ahead_tile * M
+            prefetch(low, offset * W, M * W, KW * WM)
+            if HIGH:
+                prefetch(high, offset * H, M * H, KW * WM)
+            ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
         wait_for_inputs()
     inside = (token + n_x < T) & (k_x >= 0)
     ahead_tile, ahead_block = tile, block
@@ -429,8 +445,6 @@ def narrow(
             acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
         at = gl.where(at == ST - 1, 0, at + 1)
         if (unit + 1 == stop) | (block + KW >= S):
-            if PDL == 2:
-                release_dependents()
             y = gl.sum(acc, 0)
             acc = gl.zeros([KW, M, N], gl.float32, MMA)
             LO: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -442,6 +456,10 @@ def narrow(
             last = n_parts == 1
             place = gl.program_id(1) * (rows // M) + tile
             slots = partial + place * (PARTS * M * N) + (n * M + m)
+            # asked for now, to arrive while the parts are exchanged
+            width = gl.load(row_width + tile * M + m)
+            begin = gl.load(row_start + tile * M + m)
+            factor = gl.load(x_scale + gl.minimum(token + n, T - 1)) * out_scale
             if n_parts > 1:
                 gl.store(slots + (program - first) * (M * N), y, mask=here, cache_modifier=".cg")
                 gl.thread_barrier()
@@ -452,11 +470,8 @@ def narrow(
                     for k in gl.static_range(1, PARTS):
                         y += gl.load(slots + k * (M * N), mask=here & (k < n_parts), other=0.0, cache_modifier=".cg")
             if last:
-                width = gl.load(row_width + tile * M + m)
-                begin = gl.load(row_start + tile * M + m)
-                y *= gl.load(x_scale + gl.minimum(token + n, T - 1)) * out_scale
                 offsets = begin * (T - 1) + (tile * M + m) + (token + n) * width
-                gl.store(out + offsets, y, mask=here & (width > 0))
+                gl.store(out + offsets, y * factor, mask=here & (width > 0))
         tile, block = step(tile, block, KW, S)
 
 

@@ -106,7 +106,7 @@ def activation(n_tokens: int, columns: int) -> Activation:
     return prepare(torch.randn(n_tokens, columns, device="cuda"))
 
 
-def time_launches(launches: list[Launch], a: Activation, config: Config, pdl: int | None = None) -> float:
+def time_launches(launches: list[Launch], a: Activation, config: Config, pdl: bool | None = None) -> float:
     return graph_time_us([lambda launch=launch: cuda.run(launch, a, config, pdl) for launch in launches])
 
 
