@@ -170,7 +170,7 @@ def _load_mtp(
         block = load_mtp(Weights(draft_file, progress), read_config(draft_file), device, target=None)
     else:
         weights = target_weights or Weights(target_file, progress)
-        block = load_mtp(weights, read_config(target_file), device, target=target)
+        block = load_mtp(weights, target.config, device, target=target)
     return Mtp(block, options, **sizes)
 
 
