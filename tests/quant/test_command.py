@@ -1,7 +1,12 @@
 """The command line: names, defaults, refusals and what is printed."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from files import importance, make_file, weights, write_imatrix
@@ -108,3 +113,40 @@ def test_help_names_every_type():
     text = " ".join(run("--help").split())
     for kind in ("Q4_K_M (15)", "IQ4_XS (30)", "BF16 (32)", "COPY"):
         assert kind in text
+
+
+def test_a_write_that_fails_midway_leaves_nothing(source, tmp_path):
+    """A file size limit stands in for a disk that fills up while the file is written."""
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "from ggufspec.tools.quantize import command; command()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, source, tmp_path / "out.gguf", "Q8_0", "1"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "out.gguf: cannot be written: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == ["in.gguf"]
+
+
+def test_interrupting_leaves_nothing(tmp_path):
+    """Ctrl-C while two workers are busy: the command ends, without workers and without a file."""
+    rng = np.random.default_rng(0)
+    data = {"output.weight": rng.standard_normal((16384, 1024)).astype(np.float32)}
+    source = make_file(tmp_path / "in.gguf", "F16", data, 1)
+    run = subprocess.Popen(
+        [sys.executable, "-c", "from ggufspec.tools.quantize import command; command()", "--pure", source,
+         tmp_path / "out.gguf", "Q4_K_M", "2"], stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert os.listdir(tmp_path) == ["in.gguf"]
+    deadline = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):  # nobody of the group is left
+        while time.monotonic() < deadline:
+            os.killpg(run.pid, 0)
+            time.sleep(0.05)
