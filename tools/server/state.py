@@ -18,7 +18,7 @@ from .worker import EngineWorker
 
 BUILD_INFO = f"ggufspec-{__version__}"
 MAX_BODY_BYTES = 100 << 20
-DRAIN_S = 8.0  # after SIGTERM running requests may finish for so long
+DRAIN_S = 6.0  # after SIGTERM running requests may finish for so long
 _ALPHABET = string.ascii_letters + string.digits
 
 
