@@ -28,6 +28,7 @@ from ggufspec.kernels.kv.triton import (
     iq4_table,
     kind_of,
 )
+from ggufspec.kernels.overlap import begin, overlap
 
 NARROW_ROWS = 17  # wider batches take the prompt kernel
 NARROW_TILE = 16  # (row, query head) pairs a program of the narrow kernel takes
@@ -97,10 +98,11 @@ def attend_kernel(
     HD_K: tl.constexpr, HD_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     KIND_K: tl.constexpr, KIND_V: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
     SPLIT_K: tl.constexpr, SPLIT_V: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr,
-    SINKS: tl.constexpr, NARROW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SINKS: tl.constexpr, NARROW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, key head and tile, entry). Narrow: pieces of each (row, head): out [B, W, H, n_splits, HD_V],
     top and total [B, W, H, n_splits]. Wide: one chunk, out [B, W, H, HD_V] finished but for the rotation."""
+    begin(PDL)
     split, b = tl.program_id(0), tl.program_id(2)
     group, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     n_past = tl.load(n_past_ptr + b)
@@ -111,21 +113,21 @@ def attend_kernel(
     if not NARROW:
         first = n_past + (tile * M) // G
         last = tl.minimum(last, n_past + (tile * M + M - 1) // G)
-    begin = split.to(tl.int64) * chunk
-    end = tl.minimum(begin + chunk, used)
+    low = split.to(tl.int64) * chunk
+    end = tl.minimum(low + chunk, used)
     if not RING:
         if CAUSAL:
             end = tl.minimum(end, last + 1)
         if window > 0:
             lowest = tl.maximum(first - window + 1, 0)
-            begin = tl.maximum(begin, lowest // N * N)
+            low = tl.maximum(low, lowest // N * N)
     index = tile * M + tl.arange(0, M)  # (row, query head of the group)
     row, head = index // G, group * G + index % G
     valid = row < W
     position = n_past + row
     pair = ((b * W + row) * H + head).to(tl.int64)
     if NARROW:
-        if begin >= end:
+        if low >= end:
             return
     e = tl.arange(0, BLOCK_K)
     q = tl.load(q_ptr + pair[:, None] * HD_K + e[None, :], valid[:, None] & (e < HD_K)[None, :], 0.0) * scale
@@ -138,7 +140,7 @@ def attend_kernel(
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, BLOCK_V), tl.float32)
-    for start in range(begin, end, N):
+    for start in range(low, end, N):
         cell = start + tl.arange(0, N)
         inside = cell < used
         if RING:
@@ -189,9 +191,10 @@ def combine_kernel(
     part_ptr, top_ptr, total_ptr, sinks_ptr, gate_ptr, n_past_ptr, n_rows_ptr, out_ptr,
     W, H, n_cells, window, n_splits, chunk, gate_row, gate_head,
     HD_V: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, RING: tl.constexpr,
-    SINKS: tl.constexpr, GATE: tl.constexpr, SPIN: tl.constexpr, LOG: tl.constexpr, N: tl.constexpr,
+    SINKS: tl.constexpr, GATE: tl.constexpr, SPIN: tl.constexpr, LOG: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): the chunks' pieces in order, then the Hadamard rotation back and the output gate."""
+    begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     b = row // W
     n_past = tl.load(n_past_ptr + b)
@@ -235,8 +238,9 @@ def combine_kernel(
 
 
 @triton.jit
-def spin_kernel(x_ptr, out_ptr, HD, BLOCK: tl.constexpr, SPIN: tl.constexpr, LOG: tl.constexpr):
+def spin_kernel(x_ptr, out_ptr, HD, BLOCK: tl.constexpr, SPIN: tl.constexpr, LOG: tl.constexpr, PDL: tl.constexpr):
     """The Hadamard rotation of one head vector."""
+    begin(PDL)
     e = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * HD + e
     tl.store(out_ptr + at, hadamard(tl.load(x_ptr + at, e < HD, 0.0), BLOCK, SPIN, LOG), e < HD)
@@ -248,7 +252,8 @@ def spin(x: Tensor, n: int) -> Tensor:
         return x
     out = torch.empty_like(x)
     hd = x.shape[-1]
-    spin_kernel[(x.numel() // hd,)](x, out, hd, triton.next_power_of_2(hd), n, n.bit_length() - 1, num_warps=1)
+    block = triton.next_power_of_2(hd)
+    spin_kernel[(x.numel() // hd,)](x, out, hd, block, n, n.bit_length() - 1, num_warps=1, **overlap(x))
     return out
 
 
@@ -297,7 +302,7 @@ def attend(
         W, H, kv.n_kv, G, kv.n_cells, spec.scale, kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
         spec.window, n_splits, chunk, tiles,
         hd_k, kv.hd_v, block_k, block_v, kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v,
-        spec.causal, kv.ring, spec.sinks is not None, narrow, M, N, num_warps=4, num_stages=2,
+        spec.causal, kv.ring, spec.sinks is not None, narrow, M, N, num_warps=4, num_stages=2, **overlap(q),
     )  # fmt: skip
     if not narrow:
         out = spin(out, kv.rotation_v)
@@ -312,6 +317,6 @@ def attend(
         W, H, kv.n_cells, spec.window, n_splits, chunk, gate_row, gate_head,
         kv.hd_v, block_v, triton.next_power_of_2(n_splits), COMBINE, kv.ring,
         spec.sinks is not None, gate is not None,
-        kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, N, num_warps=2,
+        kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, N, num_warps=2, **overlap(parts),
     )  # fmt: skip
     return out

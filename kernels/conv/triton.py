@@ -5,13 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.overlap import begin, overlap
+
 BLOCK = 512
 
 
 @triton.jit
 def dynamic_conv_kernel(
-    h_ptr, dyn_ptr, base_ptr, out_ptr, T, D, G, SIDE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
-):
+    h_ptr, dyn_ptr, base_ptr, out_ptr, T, D, G,
+    SIDE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
     row, b = tl.program_id(0), tl.program_id(2)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < D
@@ -31,6 +35,6 @@ def dynamic_conv(h: Tensor, dyn: Tensor, base: Tensor, side: int) -> Tensor:
     K, G = dyn.shape[3:]
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     dynamic_conv_kernel[(T, triton.cdiv(D, BLOCK), B)](
-        h.contiguous(), dyn.contiguous(), base.contiguous(), out, T, D, G, side, K, BLOCK
+        h.contiguous(), dyn.contiguous(), base.contiguous(), out, T, D, G, side, K, BLOCK, **overlap(h)
     )
     return out

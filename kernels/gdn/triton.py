@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ggufspec.kernels.gdn.state import GdnSpec, GdnState, GdnWeights
 from ggufspec.kernels.norm.triton import sigmoid_of
+from ggufspec.kernels.overlap import begin, overlap
 
 VALUES = 32  # value rows of the state a program holds
 CHUNK = 64
@@ -29,13 +30,14 @@ def inputs_kernel(
     u_ptr, alpha_ptr, beta_ptr, conv_ptr, dt_ptr, a_ptr, tail_ptr, window_ptr, slot_ptr, counts_ptr, n_rows_ptr,
     u_out_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_out_ptr,
     eps, W, N_K, N_V, n_slots, max_window, u_row, alpha_row, beta_row, counts_row,
-    D: tl.constexpr, BLOCK: tl.constexpr, KERNEL: tl.constexpr, RECORD: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, KERNEL: tl.constexpr, RECORD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head, entry): convolution and SiLU of one head of one row; q and k normalized, gates of v.
 
     RECORD: u, k, v, g and beta go to the half of the window that is not being replayed (pointers are the window's
     parts); otherwise k, v, g, beta are [B, W, ..], and rows past n_rows get g = beta = 0. q is [B, W, n_k, d].
     """
+    begin(PDL)
     w, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     C = (2 * N_K + N_V) * D
     slot = tl.load(slot_ptr + b)
@@ -88,13 +90,15 @@ def inputs_kernel(
 def recurrence_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr, tail_ptr, state_ptr, out_ptr, slot_ptr, counts_ptr,
     scale, W, N_K, N_V, n_slots, max_window, C, counts_row,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KERNEL: tl.constexpr, CHANNELS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KERNEL: tl.constexpr,
+    CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (value slice, value head, entry): replayed rows into the state, then the W new rows without storing.
 
     k, v, g, beta, u: the window's parts, whose other half holds the new rows; q [B, W, n_k, d]. Each program also
     moves its share of channels of the convolution tail past the replayed rows.
     """
+    begin(PDL)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slot_ptr + b)
     n = tl.load(counts_ptr + slot)
@@ -204,7 +208,7 @@ def launch_inputs(
         u, alpha, beta, weights.conv, weights.dt, weights.a, state.tail, state.window_u, slots, state.counts, n_rows,
         *outs, spec.eps, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, u_row, alpha_row, beta_row,
         state.counts.stride(0), spec.d, triton.next_power_of_2(spec.d), spec.conv_kernel, record,
-        num_warps=1, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False, **overlap(u),
     )  # fmt: skip
 
 
@@ -216,7 +220,7 @@ def launch_recurrence(q: Tensor, out: Tensor, W: int, state: GdnState, slots: Te
         q, state.window_k, state.window_v, state.window_g, state.window_beta, state.window_u, state.tail, state.state,
         out, slots, state.counts, spec.d**-0.5, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, spec.conv_dim,
         state.counts.stride(0), spec.d, triton.next_power_of_2(spec.d), values, spec.conv_kernel, channels,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False, **overlap(q),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ggufspec.kernels.kv.blocks import BLOCKS, IQ4_NL_VALUES
 from ggufspec.kernels.kv.storage import KV
+from ggufspec.kernels.overlap import begin, overlap
 from ggufspec.kernels.rope.plain import RopeSpec
 from ggufspec.kernels.rope.triton import partner_of, turned
 
@@ -180,10 +181,12 @@ def store_kernel(
     eps, W, H, N_KV, n_cells, q_row, q_head, k_row, v_row, k_bytes, k_halves, v_bytes, v_halves,
     HD_K: tl.constexpr, HD_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     NORM: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr, KIND_K: tl.constexpr, KIND_V: tl.constexpr,
-    SPIN_K: tl.constexpr, LOG_K: tl.constexpr, SPIN_V: tl.constexpr, LOG_V: tl.constexpr, RING: tl.constexpr,
+    SPIN_K: tl.constexpr, LOG_K: tl.constexpr, SPIN_V: tl.constexpr, LOG_V: tl.constexpr,
+    RING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): heads 0..H are queries, then N_KV keys, then N_KV values. SPIN_*: size of the Hadamard
     rotation, 2^LOG_*, 0 for none. *_row, q_head: strides of the inputs; *_bytes, *_halves: cache row strides."""
+    begin(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = row * (N_ROT // 2)
     if head < H:
@@ -257,7 +260,7 @@ def launch(
         norms is not None, n_rot, neox, kind_of(kv.type_k), kind_of(kv.type_v),
         kv.rotation_k, kv.rotation_k.bit_length() - 1 if kv.rotation_k else 0,
         kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, kv.ring,
-        num_warps=1, enable_fp_fusion=False,
+        num_warps=1, enable_fp_fusion=False, **overlap(k),
     )  # fmt: skip
     return out
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.overlap import begin, overlap
+
 TILE = 1024  # elements a program takes of short rows
 FLAT = 1024  # elements a program takes of elementwise work
 
@@ -21,9 +23,10 @@ def sigmoid_of(x):
 @triton.jit(do_not_specialize=["T"])
 def norm_kernel(
     x_ptr, delta_ptr, gate_ptr, weight_ptr, total_ptr, out_ptr, T, D, eps,
-    ADD: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = rms_norm(x [+ delta]) [* silu(gate)] for ROWS rows of D <= BLOCK elements."""
+    begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < T) & (column < D)
@@ -42,8 +45,9 @@ def norm_kernel(
 
 
 @triton.jit
-def activation_kernel(a_ptr, b_ptr, out_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def activation_kernel(a_ptr, b_ptr, out_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """KIND 0: silu(a) * b, 1: gelu(a) * b, 2: a * sigmoid(b)."""
+    begin(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     a = tl.load(a_ptr + at, mask, 0.0)
@@ -68,7 +72,7 @@ def launch_norm(x: Tensor, delta: Tensor | None, gate: Tensor | None, weight: Te
     rows = max(1, TILE // block)
     norm_kernel[(triton.cdiv(T, rows),)](
         x, x if delta is None else delta.contiguous(), x if gate is None else gate.contiguous(), weight, total, out,
-        T, D, eps, delta is not None, gate is not None, rows, block, num_warps=8 if block >= 4096 else 4,
+        T, D, eps, delta is not None, gate is not None, rows, block, num_warps=8 if block >= 4096 else 4, **overlap(x),
     )  # fmt: skip
     return total, out
 
@@ -77,7 +81,7 @@ def launch_activation(a: Tensor, b: Tensor, kind: int) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     out = torch.empty_like(a)
     n = a.numel()
-    activation_kernel[(triton.cdiv(n, FLAT),)](a, b, out, n, kind, FLAT)
+    activation_kernel[(triton.cdiv(n, FLAT),)](a, b, out, n, kind, FLAT, **overlap(a))
     return out
 
 

@@ -1,7 +1,6 @@
 """Norms and activations that write a matmul's input, one program a row.
 
-A program works in the matmul's order of columns from the start, so that nothing but its loads is rearranged. The
-next kernel may start early and read weights meanwhile (programmatic dependent launch, capability 9.0 on).
+A program works in the matmul's order of columns from the start, so that nothing but its loads is rearranged.
 """
 
 from __future__ import annotations
@@ -15,14 +14,7 @@ from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
 from ggufspec.kernels.matmul.values import element_at
 from ggufspec.kernels.matmul.weight import Activation
 from ggufspec.kernels.norm.triton import sigmoid_of
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """Let the next kernel start, then wait for the one before."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+from ggufspec.kernels.overlap import begin, overlap
 
 
 @triton.jit
@@ -104,11 +96,6 @@ def rows_of(x: Tensor, n: int) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
-def overlaps(x: Tensor) -> bool:
-    """Whether the next kernel may start before this one has ended."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
 class Target:
     """A new activation of T rows of K columns, and what kernels that fill it are launched with."""
 
@@ -117,11 +104,9 @@ class Target:
         self.size = triton.next_power_of_2(width)
         self.rows = torch.empty(T, width, dtype=torch.float16, device=x.device)
         self.scale = torch.empty(T, dtype=torch.float32, device=x.device)
-        self.pdl = overlaps(x)
         self.activation = Activation(self.rows, K, self.scale)
-        self.constants = {"WIDTH": width, "SIZE": self.size, "PDL": self.pdl}
-        if not triton.knobs.runtime.interpret:
-            self.constants |= {"num_warps": max(1, min(16, self.size // 1024)), "launch_pdl": self.pdl}
+        warps = max(1, min(16, self.size // 1024))
+        self.constants = {"WIDTH": width, "SIZE": self.size, "num_warps": warps, **overlap(x)}
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Activation]:

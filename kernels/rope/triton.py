@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.overlap import begin, overlap
 from ggufspec.kernels.rope.plain import RopeSpec, amplitude, frequencies
 
 # frequencies of a spec on each device, so that a step copies nothing from the host
@@ -14,7 +15,10 @@ _frequencies: WeakKeyDictionary[RopeSpec, dict[torch.device, Tensor]] = WeakKeyD
 
 
 @triton.jit
-def tables_kernel(position_ptr, frequency_ptr, cos_ptr, sin_ptr, amplitude, HALF, BLOCK: tl.constexpr):
+def tables_kernel(
+    position_ptr, frequency_ptr, cos_ptr, sin_ptr, amplitude, HALF, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
     row = tl.program_id(0)
     pair = tl.arange(0, BLOCK)
     mask = pair < HALF
@@ -52,8 +56,9 @@ def turned(x, partner, e, cos_ptr, sin_ptr, N_ROT: tl.constexpr, NEOX: tl.conste
 @triton.jit
 def rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, out_ptr, H, HD,
-    N_ROT: tl.constexpr, NEOX: tl.constexpr, BLOCK: tl.constexpr,
+    N_ROT: tl.constexpr, NEOX: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     e = tl.arange(0, BLOCK)
     mask = e < HD
@@ -77,7 +82,7 @@ def tables(positions: Tensor, spec: RopeSpec) -> tuple[Tensor, Tensor]:
     sin = torch.empty_like(cos)
     tables_kernel[(positions.numel(),)](
         positions.contiguous(), device_frequencies(spec, positions.device), cos, sin, amplitude(spec), half,
-        triton.next_power_of_2(half), num_warps=1,
+        triton.next_power_of_2(half), num_warps=1, **overlap(cos),
     )  # fmt: skip
     return cos, sin
 
@@ -88,6 +93,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: RopeSpec) -> Tensor:
     out = torch.empty_like(x)
     rotate_kernel[(cos.numel() // cos.shape[-1], H)](
         x, cos.contiguous(), sin.contiguous(), out, H, HD,
-        spec.n_rot, spec.pairing == "neox", triton.next_power_of_2(HD), num_warps=1,
+        spec.n_rot, spec.pairing == "neox", triton.next_power_of_2(HD), num_warps=1, **overlap(x),
     )  # fmt: skip
     return out

@@ -10,13 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.overlap import begin, overlap
+
 BLOCK = 4096  # logits a program of the first argmax pass takes
 SORT = 1024  # packed logits a program of a top-k pass sorts
 LARGEST_K = 256  # beyond it the library selects
 
 
 @triton.jit
-def block_max_kernel(x_ptr, bias_ptr, value_ptr, id_ptr, V, n_blocks, x_row, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def block_max_kernel(
+    x_ptr, bias_ptr, value_ptr, id_ptr, V, n_blocks, x_row,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_row + i, i < V, float("-inf"))
@@ -28,7 +34,8 @@ def block_max_kernel(x_ptr, bias_ptr, value_ptr, id_ptr, V, n_blocks, x_row, BIA
 
 
 @triton.jit
-def first_max_kernel(value_ptr, id_ptr, out_ptr, n_blocks, BLOCK: tl.constexpr):
+def first_max_kernel(value_ptr, id_ptr, out_ptr, n_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.load(value_ptr + row * n_blocks + i, i < n_blocks, float("-inf"))
@@ -45,8 +52,9 @@ def packed(x, i):
 
 
 @triton.jit
-def pack_top_kernel(x_ptr, out_ptr, V, n_blocks, x_row, K: tl.constexpr, BLOCK: tl.constexpr):
+def pack_top_kernel(x_ptr, out_ptr, V, n_blocks, x_row, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The K best of each block, packed, descending."""
+    begin(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_row + i, i < V, float("-inf"))
@@ -55,7 +63,8 @@ def pack_top_kernel(x_ptr, out_ptr, V, n_blocks, x_row, K: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def merge_top_kernel(in_ptr, out_ptr, n, n_blocks, K: tl.constexpr, BLOCK: tl.constexpr):
+def merge_top_kernel(in_ptr, out_ptr, n, n_blocks, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     keys = tl.load(in_ptr + row * n + i, i < n, -0x7FFFFFFFFFFFFFFF)
@@ -63,7 +72,8 @@ def merge_top_kernel(in_ptr, out_ptr, n, n_blocks, K: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def unpack_kernel(in_ptr, value_ptr, id_ptr, k, k_in, BLOCK: tl.constexpr):
+def unpack_kernel(in_ptr, value_ptr, id_ptr, k, k_in, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     key = tl.load(in_ptr + row * k_in + i, i < k, 0)
@@ -76,9 +86,10 @@ def unpack_kernel(in_ptr, value_ptr, id_ptr, k, k_in, BLOCK: tl.constexpr):
 @triton.jit
 def walk_kernel(
     ids_ptr, value_ptr, gate_ptr, pred_ptr, succ_ptr, token_ptr, share_ptr, n, K, R,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence): the selector's walk. pred [B, 1 + (n - 1) K, R], succ [B, n, K, R]."""
+    begin(PDL)
     b = tl.program_id(0).to(tl.int64)
     c, r = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
     in_c, in_r = c < K, r < R
@@ -111,8 +122,8 @@ def argmax(x: Tensor, bias: Tensor | None = None) -> Tensor:
     ids = torch.empty(T, n, dtype=torch.int32, device=x.device)
     out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     addend = rows if bias is None else bias.float().contiguous()
-    block_max_kernel[(n, T)](rows, addend, values, ids, V, n, stride, bias is not None, BLOCK)
-    first_max_kernel[(T,)](values, ids, out, n, triton.next_power_of_2(n), num_warps=1)
+    block_max_kernel[(n, T)](rows, addend, values, ids, V, n, stride, bias is not None, BLOCK, **overlap(rows))
+    first_max_kernel[(T,)](values, ids, out, n, triton.next_power_of_2(n), num_warps=1, **overlap(values))
     return out
 
 
@@ -126,16 +137,16 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return ordered.values[:, :k].reshape(shape), ordered.indices[:, :k].reshape(shape)
     n = triton.cdiv(V, SORT)
     keys = torch.empty(T, n * K, dtype=torch.int64, device=x.device)
-    pack_top_kernel[(n, T)](rows, keys, V, n, stride, K, SORT)
+    pack_top_kernel[(n, T)](rows, keys, V, n, stride, K, SORT, **overlap(rows))
     while n > 1:
         length = n * K
         n = triton.cdiv(length, SORT)
         merged = torch.empty(T, n * K, dtype=torch.int64, device=x.device)
-        merge_top_kernel[(n, T)](keys, merged, length, n, K, SORT)
+        merge_top_kernel[(n, T)](keys, merged, length, n, K, SORT, **overlap(keys))
         keys = merged
     values = torch.empty(*x.shape[:-1], k, dtype=torch.float32, device=x.device)
     ids = torch.empty(*x.shape[:-1], k, dtype=torch.int64, device=x.device)
-    unpack_kernel[(T,)](keys, values, ids, k, K, K, num_warps=1)
+    unpack_kernel[(T,)](keys, values, ids, k, K, K, num_warps=1, **overlap(keys))
     return values, ids
 
 
@@ -156,6 +167,6 @@ def walk(ids: Tensor, values: Tensor, gate: Tensor, pred: Tensor, succ: Tensor) 
     shares = torch.empty(B, n, dtype=torch.float32, device=ids.device)
     walk_kernel[(B,)](
         ids.contiguous(), values.contiguous(), gate.contiguous(), pred.contiguous(), succ.contiguous(),
-        tokens, shares, n, K, R, triton.next_power_of_2(K), triton.next_power_of_2(R),
+        tokens, shares, n, K, R, triton.next_power_of_2(K), triton.next_power_of_2(R), **overlap(tokens),
     )  # fmt: skip
     return tokens, shares

@@ -3,7 +3,7 @@
 import torch
 from compiling import compiling
 
-from ggufspec.kernels import gdn
+from ggufspec.kernels import gdn, overlap
 from ggufspec.kernels import kv as kvs
 from ggufspec.kernels.attention import AttentionSpec
 from ggufspec.kernels.attention import triton as attention_triton
@@ -26,20 +26,20 @@ KERNELS = {
 
 
 def everything(capability: int) -> None:
+    overlap.overlaps = lambda x: capability >= 90
     with compiling(capability) as names:
-        norms(capability)
+        norms()
         attention()
         recurrent(capability)
         selection()
     assert set(names) == KERNELS, KERNELS ^ set(names)
 
 
-def norms(capability: int) -> None:
+def norms() -> None:
     x, w = torch.zeros(3, 5120), torch.zeros(5120)
     norm_triton.add_rms_norm(x, x, w, 1e-6)
     norm_triton.swiglu(x, x)
     norm_triton.gated_norm(torch.zeros(48, 128), torch.zeros(48, 128), torch.zeros(128), 1e-6)
-    prepared_triton.overlaps = lambda x: capability >= 90
     prepared_triton.add_rms_norm(x, x, w, 1e-6)
     prepared_triton.swiglu(torch.zeros(3, 17408), torch.zeros(3, 17408))
     prepared_triton.gated_norm(torch.zeros(3, 48, 128), torch.zeros(3, 48, 128), torch.zeros(128), 1e-6)

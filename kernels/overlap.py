@@ -1,0 +1,38 @@
+"""Programmatic dependent launch: the next kernel of a stream starts while the last programs of this one run.
+
+Every kernel calls `begin` before it touches memory, and is launched with `**overlap(x)`. Cards before capability
+9.0 launch one kernel after the other.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Let the next kernel start, then wait until the one before has ended and its results are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether kernels on x's device can overlap."""
+    return x.is_cuda and _can_overlap(x.device)
+
+
+def overlap(x: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that begins with `begin(PDL)`."""
+    if triton.knobs.runtime.interpret:
+        return {"PDL": False}
+    pdl = overlaps(x)
+    return {"PDL": pdl, "launch_pdl": pdl}
