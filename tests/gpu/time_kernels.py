@@ -1,6 +1,6 @@
 """Microseconds of each non-matmul kernel at the shapes of a 27-billion-parameter hybrid model, graph-captured.
 
-    python tests/gpu/time_kernels.py [--widths 1,8] [--depths 0,8192,32000]
+    python tests/gpu/time_kernels.py [--widths 1,8] [--depths 0,8192,32000] [--tile 32] [--values 16]
 
 Prints a table: kernel, width, microseconds, bytes that must be moved, their share of the copy rate measured in the
 same run. Weights and caches are rotated so that the card's cache cannot hold them.
@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from ggufspec.kernels import attention, conv, gdn, norm, rope, select
+from ggufspec.kernels import attention, conv, gdn, matmul, norm, prepared, rope, select
 from ggufspec.kernels import kv as kvs
+from ggufspec.kernels.attention import triton as attention_triton
+from ggufspec.kernels.gdn import triton as gdn_triton
 
 D, F, V, H, N_KV, HD = 5120, 17408, 248320, 24, 4, 256
 SPEC = gdn.GdnSpec(16, 48, 128, 4, 1e-6)
@@ -58,10 +60,15 @@ def report(name: str, width: int, us: float, n_bytes: int, rate: float) -> None:
 def elementwise(W: int, rate: float) -> None:
     x, y, w = random(W, D), random(W, D), random(D)
     report("add_rms_norm", W, microseconds(lambda i: norm.add_rms_norm(x, y, w, 1e-6)), 4 * W * D * 4, rate)
+    report("add_rms_norm prepared", W, microseconds(lambda i: prepared.add_rms_norm(x, y, w, 1e-6)), 14 * W * D, rate)
+    report("prepare alone", W, microseconds(lambda i: matmul.prepare(x)), 6 * W * D, rate)
     gate, up = random(W, F), random(W, F)
+    report("swiglu prepared", W, microseconds(lambda i: prepared.swiglu(gate, up)), 10 * W * F, rate)
     report("swiglu", W, microseconds(lambda i: norm.swiglu(gate, up)), 3 * W * F * 4, rate)
     o, z, g = random(W, 48, 128), random(W, 48, 128), random(128)
     report("gated_norm", W, microseconds(lambda i: norm.gated_norm(o, z, g, 1e-6)), 3 * W * 6144 * 4, rate)
+    us = microseconds(lambda i: prepared.gated_norm(o, z, g, 1e-6))
+    report("gated_norm prepared", W, us, 10 * W * 6144, rate)
     positions, spec = torch.arange(W, device="cuda")[None], rope.RopeSpec(64)
     report("rope tables", W, microseconds(lambda i: rope.tables(positions, spec)), 0, rate)
     h, dyn, base = random(1, W, D), random(1, W, 2, 2, D // 16), random(2, 2, D)
@@ -131,7 +138,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--widths", default="1,4,8,16")
     parser.add_argument("--depths", default="0,8192,32000")
+    parser.add_argument("--tile", type=int, default=attention_triton.NARROW_TILE, help="rows of the narrow attention")
+    parser.add_argument("--values", type=int, default=gdn_triton.VALUES, help="value rows a GDN program holds")
+    parser.add_argument("--no-prompt", action="store_true")
     options = parser.parse_args()
+    attention_triton.NARROW_TILE, gdn_triton.VALUES = options.tile, options.values
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, copy {rate:.0f} GB/s")
     for W in map(int, options.widths.split(",")):
@@ -141,7 +152,8 @@ def main() -> None:
             for type_name in ("f16", "q8_0"):
                 attend(W, depth, type_name, rate)
         selection(W, rate)
-    prompt(2048, rate)
+    if not options.no_prompt:
+        prompt(2048, rate)
 
 
 if __name__ == "__main__":
