@@ -58,7 +58,8 @@ def split_text(split: Sequence[dict[str, Any]]) -> str:
     for entry in split:
         for phase in ("draft", "verify"):
             parts = entry[phase]
-            shown = [f"{name} {ms:.3f}" for name, ms in sorted(parts.items(), key=lambda item: -item[1]) if ms >= 0.0005]
+            largest_first = sorted(parts.items(), key=lambda item: -item[1])
+            shown = [f"{name} {ms:.3f}" for name, ms in largest_first if ms >= 0.0005]
             rows.append([entry["drafter"], str(entry["n_max"]), phase, f"{sum(parts.values()):.3f}", ", ".join(shown)])
     return grid(("drafter", "n", "phase", "ms", "of which"), rows, f"one step in parts, ms ({split[0]['measured_by']})")
 
