@@ -7,6 +7,8 @@ A group whose stored scale is zero keeps the levels of its fit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ggufspec.quant.arrays import (
     Array,
     cat,
@@ -22,8 +24,10 @@ from ggufspec.quant.arrays import (
     tile_columns,
     u8,
     where,
-)  # fmt: skip
+)
 from ggufspec.quant.encode_32 import column_weights, groups, nonlinear_weights, searches, ungroup
+
+Fit = Callable[[Array], Array]  # x [n, g] -> the levels a search found for it, from 0 on
 
 
 def _block_weights(x: Array, xt: Array, importance: Array, factor: int) -> Array:
@@ -52,7 +56,7 @@ def _fitted_codes(s: Array, m: Array, w: Array, top: int, n_groups: int) -> tupl
     return contiguous(codes[:, :half].T), unit[:half], contiguous(codes[:, half:].T), unit[half:]
 
 
-def _requantize(x: Array, scale: Array, low: int, high: int, fitted, offset: Array | None = None) -> Array:
+def _requantize(x: Array, scale: Array, low: int, high: int, fitted: Fit, offset: Array | None = None) -> Array:
     """Levels minus `low` of x [n, g] for stored scales [g], as float32 [n, g]; `offset` is added to x first."""
     zero = scale == 0
     v = x if offset is None else x + offset

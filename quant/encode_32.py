@@ -25,7 +25,7 @@ from ggufspec.quant.arrays import (
     tile_columns,
     trunc,
     u8,
-)  # fmt: skip
+)
 
 
 def searches(x: Array) -> ModuleType:

@@ -289,7 +289,7 @@ def _nonlinear_fit(x, w, values, g, inside, G, inverse, N: tl.constexpr):
 
 @triton.jit
 def _nonlinear_kernel(
-    x, w, values, scale_out, G, FIRST: tl.constexpr, TRIES: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr
+    x, w, values, out, G, FIRST: tl.constexpr, TRIES: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr
 ):
     g = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = g < G
@@ -306,13 +306,12 @@ def _nonlinear_kernel(
         fitted = tl.div_rn(p, tl.where(s > 0, s, 1.0))
         scale = tl.where(better, fitted, scale)
         best = tl.where(better, fitted * p, best)
-    tl.store(scale_out + g, tl.where(zero, 0.0, scale), mask=inside)
+    tl.store(out + g, tl.where(zero, 0.0, scale), mask=inside)
 
 
 def _launch(kernel: Any, n_groups: int, *arguments: Any, **constants: Any) -> None:
-    kernel[(triton.cdiv(n_groups, BLOCK),)](
-        *arguments, **constants, SIZE=BLOCK, num_warps=BLOCK // 32, enable_fp_fusion=False
-    )
+    grid = (triton.cdiv(n_groups, BLOCK),)
+    kernel[grid](*arguments, **constants, SIZE=BLOCK, num_warps=BLOCK // 32, enable_fp_fusion=False)
 
 
 @cache
