@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from ggufspec.kernels import select
 from ggufspec.sampling.params import SamplingParams
 from ggufspec.sampling.uniform import CHOICE, stream_key, uniform_of_keys
 
@@ -121,6 +122,8 @@ def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     logits [R, V] float32 without NaN. Returns (logits [R, k] float32, ids [R, k] int64).
     """
+    if logits.is_cuda:
+        return select.top_k(logits, k)
     bits = (logits + 0.0).contiguous().view(torch.int32)  # + 0.0: no negative zero, which would order below zero
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     ids = torch.arange(logits.shape[1], device=logits.device)
