@@ -86,6 +86,23 @@ def inputs_kernel(
         tl.store(beta_out_ptr + out * N_V + h, gate)
 
 
+@triton.jit
+def token(
+    t, n, old, new, q_row, h, key_head, i, j, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, W, N_K, N_V,
+    D: tl.constexpr,
+):  # fmt: skip
+    """What the recurrence takes of row t: a replayed one below n, then the W new ones; zeros past them."""
+    fresh, inside = t >= n, t < n + W
+    row = tl.where(fresh, new + t - n, old + t)
+    q_at = ((q_row + tl.maximum(t - n, 0)) * N_K + key_head) * D
+    k = tl.load(k_ptr + (row * N_K + key_head) * D + i, (i < D) & inside, 0.0)
+    q = tl.load(q_ptr + q_at + i, (i < D) & fresh & inside, 0.0)
+    v = tl.load(v_ptr + (row * N_V + h) * D + j, (j < D) & inside, 0.0)
+    g = tl.load(g_ptr + row * N_V + h, inside, 0.0)
+    beta = tl.load(beta_ptr + row * N_V + h, inside, 0.0)
+    return q, k, v, g, beta
+
+
 @triton.jit(do_not_specialize=["W"])
 def recurrence_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr, tail_ptr, state_ptr, out_ptr, slot_ptr, counts_ptr,
@@ -112,22 +129,20 @@ def recurrence_kernel(
     mask = in_value[:, None] & in_key[None, :]
     at = state_ptr + ((slot * N_V + h) * D + j[:, None]) * D + i[None, :]
     A = tl.load(at, mask, 0.0)
+    q, k, v, g, beta = token(n * 0, n, old, new, b * W, h, key_head, i, j, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
+                             W, N_K, N_V, D)  # fmt: skip
     for t in range(0, n + W):
         fresh = t >= n
-        row = tl.where(fresh, new + t - n, old + t)
-        q_at = ((b * W + tl.maximum(t - n, 0)) * N_K + key_head) * D
-        k = tl.load(k_ptr + (row * N_K + key_head) * D + i, in_key, 0.0)
-        q = tl.load(q_ptr + q_at + i, in_key & fresh, 0.0)
-        v = tl.load(v_ptr + (row * N_V + h) * D + j, in_value, 0.0)
-        decay = tl.exp(tl.load(g_ptr + row * N_V + h))
-        beta = tl.load(beta_ptr + row * N_V + h)
-        A = A * decay
+        q2, k2, v2, g2, beta2 = token(t + 1, n, old, new, b * W, h, key_head, i, j, q_ptr, k_ptr, v_ptr, g_ptr,
+                                      beta_ptr, W, N_K, N_V, D)  # fmt: skip
+        A = A * tl.exp(g)
         delta = beta * (v - tl.sum(A * k[None, :], 1))
         o = tl.sum(A * q[None, :], 1) + delta * tl.sum(k * q, 0)
         A = A + delta[:, None] * k[None, :]
         o_at = ((b * W + t - n) * N_V + h) * D + j
         tl.store(out_ptr + o_at, o * scale, in_value & fresh)
         tl.store(at, A, mask & (t == n - 1))
+        q, k, v, g, beta = q2, k2, v2, g2, beta2  # loaded ahead: the next row waits for nothing but A
     if n > 0:
         program = h * tl.num_programs(0) + part
         channel = program * CHANNELS + tl.arange(0, CHANNELS)
