@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ggufspec.errors import RequestError, UnsupportedError
 from ggufspec.gbnf import gbnf_to_lark
+from ggufspec.thinking import BudgetState, ThinkingBudget
 
 if TYPE_CHECKING:
     from ggufspec.sampling import Vocabulary
@@ -46,23 +47,25 @@ class Trigger:
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """`text` is GBNF (start: `root`), a JSON schema (as text), a regular expression, or Lark (start:
-    `start`).
+    """`text` is GBNF (start: `root`), a JSON schema (as text), a regular expression, or Lark (start: `start`);
+    kind `none` constrains nothing, for a request that only limits its thinking.
     """
 
-    kind: Literal["gbnf", "json_schema", "regex", "lark"]
-    text: str
+    kind: Literal["gbnf", "json_schema", "regex", "lark", "none"]
+    text: str = ""
     lazy: bool = False
     triggers: tuple[Trigger, ...] = ()
+    thinking: ThinkingBudget | None = None
 
 
 class GrammarState:
     """One stream's place in its grammar. Not safe to share between threads."""
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: Any, pending: _Pending | None):
+    def __init__(self, vocabulary: _Vocabulary, matcher: Any, pending: _Pending | None, budget: BudgetState | None):
         self._vocabulary = vocabulary
-        self._matcher = matcher
+        self._matcher = matcher  # None: no grammar
         self._pending = pending  # a lazy grammar that waits for its trigger
+        self._budget = budget
 
     @classmethod
     def start(cls, spec: GrammarSpec, tokenizer: Vocabulary) -> GrammarState:
@@ -70,12 +73,14 @@ class GrammarState:
         vocabulary = _vocabulary(tokenizer)
         if spec.lazy and not spec.triggers:
             raise RequestError("grammar_lazy needs at least one trigger")
-        matcher = vocabulary.matcher(spec, tokenizer)
-        return cls(vocabulary, matcher, _Pending.of(spec.triggers) if spec.lazy else None)
+        matcher = None if spec.kind == "none" else vocabulary.matcher(spec, tokenizer)
+        budget = None if spec.thinking is None else BudgetState.start(spec.thinking)
+        return cls(vocabulary, matcher, _Pending.of(spec.triggers) if spec.lazy else None, budget)
 
     def clone(self) -> GrammarState:
         pending = None if self._pending is None else self._pending.clone()
-        return GrammarState(self._vocabulary, self._matcher.deep_copy(), pending)
+        matcher = None if self._matcher is None else self._matcher.deep_copy()
+        return GrammarState(self._vocabulary, matcher, pending, self._budget)
 
     @property
     def is_waiting(self) -> bool:
@@ -85,16 +90,26 @@ class GrammarState:
     @property
     def accepting(self) -> bool:
         """True where the text may end."""
-        return self._pending is not None or self._matcher.is_accepting()
+        return self._forced is None and (self._free or self._matcher.is_accepting())
+
+    @property
+    def _free(self) -> bool:
+        return self._pending is not None or self._matcher is None
+
+    @property
+    def _forced(self) -> int | None:
+        return None if self._budget is None else self._budget.forced
 
     @property
     def finished(self) -> bool:
         """True when nothing can follow and the vocabulary has no end-of-text token to say so."""
-        return self._pending is None and not self._vocabulary.eog and self._matcher.is_stopped()
+        return not self._free and not self._vocabulary.eog and self._matcher.is_stopped()
 
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; much cheaper than the whole `allowed`."""
-        if self._pending is not None:
+        if self._forced is not None:
+            return token == self._forced
+        if self._free:
             return True
         if token in self._vocabulary.eog:
             return self._matcher.is_accepting()
@@ -103,7 +118,11 @@ class GrammarState:
     def words(self) -> np.ndarray:
         """Allowed tokens as bits of int32 words [ceil(n_vocab / 32)], lowest bit first."""
         n_words = -(-self._vocabulary.n_vocab // 32)
-        if self._pending is not None:
+        if self._forced is not None:
+            bits = np.zeros(n_words, dtype=np.uint32)
+            bits[self._forced // 32] = np.uint32(1) << np.uint32(self._forced % 32)
+            return bits.view(np.int32)
+        if self._free:
             return np.full(n_words, -1, dtype=np.int32)
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[:n_words]
         self._raise_if_failed()
@@ -118,9 +137,14 @@ class GrammarState:
 
     def advance(self, token: int) -> bool:
         """Take a token that stands. False, and no change, if the grammar forbids it."""
+        if not self.allows(token):
+            return False
+        is_forced = self._forced is not None
+        if self._budget is not None:
+            self._budget = self._budget.push(token, self._vocabulary.pieces[token])
+        if self._matcher is None or (is_forced and self._matcher.validate_tokens([token]) != 1):
+            return True  # a forced token ends the thoughts whatever the grammar thinks of it
         if self._pending is None:
-            if not self.allows(token):
-                return False
             self._matcher.consume_token(token)
             self._raise_if_failed()
             return True

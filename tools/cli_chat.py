@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ggufspec.chat import ChatTemplate, load_templates, preserve_variables
 from ggufspec.chat_parse import ChatParser, Delta
 from ggufspec.errors import ConfigError, GgufspecError
+from ggufspec.grammar import GrammarSpec
 from ggufspec.job import Request
+from ggufspec.thinking import thinking_budget
 from ggufspec.tools.runtime import Runtime
 from ggufspec.tools.settings import ChatSettings, Settings
 from ggufspec.tools.terminal import Interrupt, Screen, drafter_lines, rates
@@ -58,9 +61,10 @@ class Chat:
             generation_prompt=generation_prompt,
         )
         shown = _Shown(self.screen)
+        request = replace(self.request, prompt=ids, grammar=self.constraint(generation_prompt))
         job = None
         with Interrupt() as interrupt:
-            events = self.runtime.engine.generate(replace(self.request, prompt=ids))
+            events = self.runtime.engine.generate(request)
             for event in events:
                 job = event.job
                 shown.show(parser.feed(event.text))
@@ -73,6 +77,20 @@ class Chat:
         if job is not None and self.settings.cli.show_timings and self.settings.common.perf:
             self.screen.write(f"\n{rates(job.stats)}\n")
         return not interrupt.pressed
+
+    def constraint(self, generation_prompt: str) -> GrammarSpec | None:
+        """The request's grammar, and a limit on thinking where there is one."""
+        chat, tags = self.settings.chat, self.template.thinking_tags
+        if chat.reasoning_budget < 0 or tags is None:
+            return self.request.grammar
+        thinking = thinking_budget(
+            partial(self.runtime.tokenizer.encode, add_special=False, parse_special=True),
+            chat.reasoning_budget,
+            tags,
+            chat.reasoning_budget_message or "",
+            generation_prompt,
+        )
+        return replace(self.request.grammar or GrammarSpec("none"), thinking=thinking)
 
 
 class _Shown:
@@ -124,8 +142,7 @@ def template_of(runtime: Runtime) -> ChatTemplate:
 def render(template: ChatTemplate, messages: list[dict[str, Any]], settings: ChatSettings) -> tuple[str, str]:
     """(prompt, the part of it that opens the answer)."""
     variables: dict[str, Any] = dict(preserve_variables(settings.reasoning_preserve))
-    if settings.reasoning != "auto":
-        variables["enable_thinking"] = settings.reasoning == "on"
+    variables["enable_thinking"] = settings.reasoning != "off"
     if settings.reasoning_effort is not None:
         variables["reasoning_effort"] = settings.reasoning_effort
     variables |= settings.template_kwargs

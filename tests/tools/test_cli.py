@@ -189,6 +189,10 @@ def test_thoughts_are_marked(cli):
     argv = ("-n", "40", "--temp", "0", "--chat-template", THINKING, "--grammar", grammar, "--no-show-timings")
     _, out, _ = cli(*argv, "-st", stdin="Hi\n")
     assert "[Start thinking]\nthought\n[End thinking]\n\nanswer\n" in out
+    budget = ("--reasoning-budget", "3", "--reasoning-budget-message", "...")
+    free = ("-n", "12", "--temp", "0", "--chat-template", THINKING, "--no-show-timings", "-st", *budget)
+    _, out, _ = cli(*free, stdin="Hi\n")
+    assert re.search(r"\[Start thinking\]\n[^\n]{3}\.\.\.\n\[End thinking\]\n\n.", out)
     _, out, _ = cli(*argv, "-st", "--reasoning-format", "none", stdin="Hi\n")
     assert "[Start thinking]" not in out and "thought</think>answer" in out
 
