@@ -28,8 +28,7 @@ PART_COUNTS = (1, 4, 16, 64, 256)  # what the kernel is compiled for; a tile in 
 
 @dataclass(frozen=True)
 class Config:
-    """How the narrow kernel cuts a launch; see `gluon.narrow`. per_sm: programs a multiprocessor runs at once; n_ahead:
-    units a program prefetches while it waits for its inputs.
+    """How the narrow kernel cuts a launch; see `gluon.narrow`. per_sm: programs a multiprocessor runs at once.
 
     Never a function of the number of tokens: the order of sums follows from it.
     """
@@ -39,7 +38,6 @@ class Config:
     MT: int = 2
     ST: int = 3
     per_sm: int = 2
-    n_ahead: int = 0
 
     @property
     def n_rows(self) -> int:
@@ -281,7 +279,7 @@ def run(
         low, parts.get("high", low), parts["scale"], parts.get("d", parts.get("min", low)),
         a.rows, a.scale, out, launch.row_start, launch.row_width, partial, launch.arrived,
         launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
-        2.0**-power, pair(minimum), pair(-1024 * minimum), config.n_ahead,
+        2.0**-power, pair(minimum), pair(-1024 * minimum),
         LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
         KW=config.KW, WM=config.WM, MT=config.MT, ST=config.n_stages(block_bytes, tile, shared_bytes),
         PARTS=n_parts, PDL=pdl,

@@ -291,7 +291,7 @@ def spread(x, zero):
 
 
 @gluon.jit
-def fetch_weights(copies, stage, tile, block, live, rows, S):
+def fetch(copies, stage, tile, block, live, rows, S):
     """Start the copies of a tile's rows in super-blocks block..block + KW - 1 into a stage; zeros past the end."""
     for k in gl.static_range(len(copies)):
         shared, ptrs, kw = copies[k]
@@ -300,27 +300,10 @@ def fetch_weights(copies, stage, tile, block, live, rows, S):
 
 
 @gluon.jit
-def fetch_rows(shared, ptrs, kw, inside, stage, block, live, S):
-    """Start the copy of those super-blocks' activations, float16 [KW, N, 256]; zeros past the last token and past K."""
-    mask = inside & (kw + block < S) & live
-    async_copy.async_copy_global_to_shared(shared.index(stage), ptrs + block * 256, mask=mask)
-    async_copy.commit_group()
-
-
-@gluon.jit
 def step(tile, block, KW: gl.constexpr, S):
     """The next unit: further along K, or the next tile's first."""
     wraps = block + KW >= S
     return gl.where(wraps, tile + 1, tile), gl.where(wraps, 0, block + KW)
-
-
-@gluon.jit
-def prefetch(base, offset, n_words: gl.constexpr, n_warps: gl.constexpr):
-    """Bring n_words neighbouring words into the L2 cache, a line of 32 words a thread."""
-    line = gl.arange(0, n_words // 32, gl.BlockedLayout([1], [32], [n_warps], [0]))
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + (offset + line * 32)], gl.int32, False, 1
-    )
 
 
 @gluon.jit
@@ -335,10 +318,10 @@ def wait_for_inputs():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
-@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_ahead"])
+@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias"])
 def narrow(
     low, high, scale, extra, x, x_scale, out, row_start, row_width, partial, arrived,
-    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_ahead,
+    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
     KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -354,7 +337,7 @@ def narrow(
     [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile's parts
     (at most PARTS) go through `partial`, and the program that arrives last (`arrived`, one counter a tile, zero before
     and after) adds them in the order of K. Nothing here depends on T, so neither does the order of a token's sums.
-    PDL: launched before the kernels ahead have ended; n_ahead: units prefetched while waiting for them.
+    PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
     """
     M: gl.constexpr = 16 * WM * MT
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
@@ -397,22 +380,18 @@ def narrow(
     block = (start - tile * units) * KW
     ahead_tile, ahead_block = tile, block
     for i in gl.static_range(ST - 1):
-        fetch_weights(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
+        fetch(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
+        async_copy.commit_group()
         ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
     if PDL:
         release_dependents()
-        # while the kernel that makes the activations runs, memory would idle: bring later units into the cache
-        for _ in range(gl.minimum(n_ahead, stop - start - (ST - 1))):
-            offset = ahead_block * rows + ahead_tile * M
-            prefetch(low, offset * W, M * W, KW * WM)
-            if HIGH:
-                prefetch(high, offset * H, M * H, KW * WM)
-            ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
         wait_for_inputs()
+    # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
     inside = (token + n_x < T) & (k_x >= 0)
     ahead_tile, ahead_block = tile, block
     for i in gl.static_range(ST - 1):
-        fetch_rows(x_s, x_ptrs, kw_x, inside, i, ahead_block, start + i < stop, S)
+        mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
+        x_s.index(i).store(gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0))
         ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
 
     zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
@@ -423,8 +402,10 @@ def narrow(
         # into the stage that the unit before this one has left
         free = gl.where(at == 0, ST - 1, at - 1)
         live = unit + (ST - 1) < stop
-        fetch_weights(copies, free, ahead_tile, ahead_block, live, rows, S)
-        fetch_rows(x_s, x_ptrs, kw_x, inside, free, ahead_block, live, S)
+        fetch(copies, free, ahead_tile, ahead_block, live, rows, S)
+        mask = inside & (kw_x + ahead_block < S) & live
+        async_copy.async_copy_global_to_shared(x_s.index(free), x_ptrs + ahead_block * 256, mask=mask)
+        async_copy.commit_group()
         ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
         words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
         highs = words
