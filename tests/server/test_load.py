@@ -1,0 +1,13 @@
+"""The short form of the load run; `load.py` has the long one."""
+
+import pytest
+from load import run
+from test_process import Process
+
+
+@pytest.mark.slow
+def test_streams_under_load_equal_the_same_requests_alone():
+    with Process("-np", "4", "-c", "1024", "--spec-type", "draft-mtp", "-cram", "32") as server:
+        report = run(server.address, server.process.pid, seconds=20, n_streams=8, n_tokens=10)
+    assert report.wrong == []
+    assert report.finished > 0 and report.refused > 0
