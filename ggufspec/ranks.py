@@ -28,6 +28,7 @@ from .engine import Inbox
 from .errors import PlacementError
 from .parallel import Shard, check_group
 
+WATCH_SECONDS = 0.5
 PATIENCE = datetime.timedelta(days=365)  # an idle server waits for requests inside a collective
 
 
@@ -48,11 +49,16 @@ class Ranks:
     def share(self, inbox: Inbox) -> Inbox:
         """Rank 0's inbox on every rank (`engine.Link`). Jobs travel by value, so ids agree everywhere."""
         data = torch.frombuffer(bytearray(pickle.dumps(inbox)), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
-        size = torch.tensor([data.numel()])
-        dist.broadcast(size, 0, group=self.host)
-        if self.rank != 0:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self.host)
+        try:
+            size = torch.tensor([data.numel()])
+            dist.broadcast(size, 0, group=self.host)
+            if self.rank != 0:
+                data = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(data, 0, group=self.host)
+        except RuntimeError as error:
+            if self.rank == 0:
+                time.sleep(2 * WATCH_SECONDS)  # the watcher knows which rank it was, and ends this process
+            raise PlacementError(f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}") from error
         if self.rank == 0:
             return inbox
         first: Inbox = pickle.loads(bytes(data.numpy()))
@@ -112,7 +118,7 @@ def _stop(followers: Sequence[subprocess.Popen[bytes]], closing: threading.Event
 
 
 def _watch_followers(followers: Sequence[subprocess.Popen[bytes]], closing: threading.Event) -> None:
-    while not closing.wait(0.5):
+    while not closing.wait(WATCH_SECONDS):
         for rank, follower in enumerate(followers, start=1):
             status = follower.poll()
             if status is not None and not closing.is_set():
@@ -127,7 +133,7 @@ def follow_parent(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            time.sleep(WATCH_SECONDS)
         os._exit(1)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; rank 0 decides

@@ -1,0 +1,115 @@
+"""Tensor and layer splits on logical CPU devices: the tokens of one device, whatever the split and the drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ggufspec import bundled
+from ggufspec.errors import PlacementError
+from ggufspec.parallel import Cut, Shard
+from ggufspec.placement import place_layers
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+
+
+def run_ranks(shares: list[float], out: Path) -> list[dict]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    text = ",".join(map(str, shares))
+    ranks = [
+        subprocess.Popen([sys.executable, str(WORKER), str(r), text, str(out)], env=environment, stderr=subprocess.PIPE)
+        for r in range(len(shares))
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=300)
+        assert rank.returncode == 0, errors.decode()[-2000:]
+    return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(len(shares))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return run_ranks([1.0], tmp_path_factory.mktemp("alone") / "out")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [[1, 1], [4, 6, 6], [6, 6, 4], [1, 2], [1, 1, 1, 1]], ids=str)
+def test_ranks_emit_the_tokens_of_one_device(shares: list[float], alone: dict, tmp_path: Path) -> None:
+    """Plain and every drafter, greedy and sampled."""
+    assert len(alone["tokens"]) == 8
+    for result in run_ranks(shares, tmp_path / "out"):
+        assert result["tokens"] == alone["tokens"]
+
+
+def test_bounds_are_whole_units_and_cover_everything() -> None:
+    for shares in ((1.0, 1.0), (4.0, 6.0, 6.0), (6.0, 6.0, 4.0), (1.0, 2.0)):
+        for n, granularity in ((4, 1), (16, 2), (17408, 256), (248320, 64)):
+            ranges = Shard(0, shares).bounds(n, granularity)
+            if ranges is None:
+                continue
+            assert ranges[0][0] == 0 and ranges[-1][1] == n
+            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:]))
+            assert all(start % granularity == 0 and stop > start for start, stop in ranges)
+    assert Shard(0, (4.0, 6.0, 6.0)).bounds(16, 1) == [(0, 4), (4, 10), (10, 16)]
+
+
+def test_what_cannot_be_cut_is_mirrored() -> None:
+    assert Cut.of(Shard(2, (1.0, 1.0, 1.0)), 2) == Cut(0, 2, True)
+    assert Cut.of(Shard(1, (1.0, 1.0)), 2) == Cut(1, 2, False)
+
+
+def test_layers_go_where_llama_cpp_puts_them() -> None:
+    """64 layers, ratios 4,6,6: 17 layers, 24, and 23 with the output."""
+    devices = [torch.device("cuda", i) for i in range(3)]
+    placement = place_layers(devices, 64, 64, tensor_split=(4.0, 6.0, 6.0))
+    counts = [sum(d == device for d in placement.layers) for device in devices]
+    assert counts == [17, 24, 23] and placement.output == devices[2]
+    partly = place_layers(devices, 64, 64, gpu_layers=10, tensor_split=(1.0, 1.0, 0.0))
+    assert sum(d.type == "cpu" for d in partly.layers) == 55 and partly.output == devices[1]
+    alone = place_layers(devices, 64, 64, split="none", main_gpu=1, tensor_split=(1.0, 1.0))
+    assert set(alone.layers) == {devices[1]}
+    with pytest.raises(PlacementError, match="main_gpu: 7"):
+        place_layers(devices, 64, 64, split="none", main_gpu=7)
+    with pytest.raises(PlacementError, match="negative share"):
+        place_layers(devices, 64, 64, tensor_split=(1.0, -1.0))
+
+
+COMMAND = [
+    sys.executable, "-c", "from ggufspec.tools.main import main; main()", "cli", "-m", str(bundled.target_path()),
+    "-p", "import os", "--temp", "0", "-c", "512", "--no-display-prompt", "--device", "CPU0,CPU1",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_own_ranks() -> None:
+    texts = [
+        subprocess.run([*COMMAND, "-n", "16", *extra], capture_output=True, timeout=300, check=True).stdout
+        for extra in (["-sm", "none"], ["-sm", "layer"], ["-sm", "tensor", "-ts", "1,1", "--spec-type", "draft-mtp"])
+    ]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 10
+
+
+@pytest.mark.slow
+def test_a_dead_rank_ends_all_within_ten_seconds() -> None:
+    command = [*COMMAND, "-n", "-1", "--ignore-eos", "-sm", "tensor", "-ts", "1,1"]
+    leader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert leader.stdout is not None and leader.stderr is not None
+    leader.stdout.read(20)
+    children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(leader.pid)], capture_output=True, text=True)
+    follower = next(line.split()[0] for line in children.stdout.splitlines() if "ggufspec.tools.rank" in line)
+    os.kill(int(follower), signal.SIGKILL)
+    start = time.monotonic()
+    leader.wait(30)
+    assert time.monotonic() - start < 10 and leader.returncode != 0
+    assert b"rank 1 ended" in leader.stderr.read()
