@@ -177,20 +177,16 @@ class Chooser:
         )
         return Choices(sampled.tokens.view(B, W), sampled.logprobs, sampled.states)
 
-    def _masks(self, slots: Sequence[Slot], drafted: list[list[int]], n_rows: list[int], W: int) -> Tensor | None:
-        """Allowed tokens [B * W, V] bool. The grammar's own state never runs ahead: rows use a copy.
+    def _masks(self, slots: Sequence[Slot], drafted: list[list[int]], n_rows: list[int], W: int
+               ) -> list[GrammarState | None] | None:
+        """The grammar of each row, row-major; None where nothing is masked. A slot's own state never runs ahead.
 
         Past a draft that the grammar forbids nothing is masked: those rows cannot be accepted.
         """
         if all(slot.grammar is None for slot in slots):
             return None
-        masks = torch.ones(len(slots), W, self.n_vocab, dtype=torch.bool)
-        for b, (slot, draft) in enumerate(zip(slots, drafted)):
-            if slot.grammar is None:
-                continue
-            state = slot.grammar.clone()
-            for i in range(n_rows[b]):
-                masks[b, i] = state.allowed(self.n_vocab)
-                if i < len(draft) and not (masks[b, i, draft[i]] and state.advance(draft[i])):
-                    break
-        return masks.view(-1, self.n_vocab).to(self.device)
+        masks: list[GrammarState | None] = []
+        for slot, draft, n in zip(slots, drafted, n_rows):
+            rows = slot.grammar.rows(draft, n) if slot.grammar is not None else []
+            masks += rows + [None] * (W - len(rows))
+        return masks

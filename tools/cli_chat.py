@@ -156,7 +156,11 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]], settings: Cha
 def chat(runtime: Runtime, request: Request, screen: Screen) -> int:
     """The loop. Exit status 0; KeyboardInterrupt of a second Ctrl-C goes through."""
     settings = runtime.settings
-    session = Chat(runtime, request, template_of(runtime), screen)
+    template = template_of(runtime)
+    if template.thinking_tags is not None:
+        # In some vocabularies the marks are control tokens, and without them thoughts can't be told from the answer.
+        request = replace(request, parse_special_out=True)
+    session = Chat(runtime, request, template, screen)
     if settings.cli.system:
         session.messages.append({"role": "system", "content": settings.cli.system})
     banner(runtime)

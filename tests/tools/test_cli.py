@@ -97,6 +97,16 @@ def test_grammar_bias_and_reverse_prompt(cli):
     assert cli("-p", "Hello", "-n", "24", "--temp", "0", "--no-display-prompt", "-r", cut)[1] == text[:6] + "\n"
 
 
+def test_a_grammar_and_drafts(cli):
+    """Constrained text, sampled with penalties, is the same with drafts."""
+    argv = ("-p", "x", "-n", "40", "--grammar", 'root ::= ([a-z]{2,5} " " [0-9]+ ", ")+', "--temp", "2", "--seed", "5",
+            "--repeat-penalty", "1.2", "--no-display-prompt")  # fmt: skip
+    plain = cli(*argv)[1]
+    assert re.fullmatch(r"([a-z]{2,5} \d+, )*[a-z]{0,5}( \d*)?,?\n", plain) and len(plain) >= 40
+    assert cli(*argv, "--spec-type", "draft-mtp")[1] == plain
+    assert cli(*argv, "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1")[1] == plain
+
+
 def test_generation_ends_where_the_context_does(cli):
     status, out, err = cli("-p", "Hi", "-c", "256", "--temp", "0", "--ignore-eos", "--no-display-prompt")
     assert status == 0
@@ -192,7 +202,7 @@ def test_thoughts_are_marked(cli):
     budget = ("--reasoning-budget", "3", "--reasoning-budget-message", "...")
     free = ("-n", "12", "--temp", "0", "--chat-template", THINKING, "--no-show-timings", "-st", *budget)
     _, out, _ = cli(*free, stdin="Hi\n")
-    assert re.search(r"\[Start thinking\]\n[^\n]{3}\.\.\.\n\[End thinking\]\n\n.", out)
+    assert re.search(r"\[Start thinking\]\n[^\n]{3}\.\.\.\n+\[End thinking\]\n\n.", out)
     _, out, _ = cli(*argv, "-st", "--reasoning-format", "none", stdin="Hi\n")
     assert "[Start thinking]" not in out and "thought</think>answer" in out
 
