@@ -90,9 +90,10 @@ def steps_of(log: str) -> list[tuple[int, int]]:
     return [(int(k), int(a)) for a, k in found]
 
 
-def llama(target, draft, kind, prompt=PROMPT, **params):
+def llama(target, draft, kinds, prompt=PROMPT, **params):
     cache = dict(type_k="f32", type_v="f32", draft_type_k="f32", draft_type_v="f32", flash_attention="off")
-    with Peer(target, draft=draft, kinds=[kind], verbosity=5, n_threads=1, **cache, **params) as peer:
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    with Peer(target, draft=draft, kinds=kinds, verbosity=5, n_threads=1, **cache, **params) as peer:
         answer = peer.complete(prompt, N_PREDICT, ignore_eos=True)
         return answer, steps_of(peer.log())
 
@@ -160,3 +161,20 @@ def test_ngram_drafters(folder, kind):
     ours = generate(target, make_drafter(file, target, None, [kind], **options), prompt, N_PREDICT, banned=(0,))
     assert ours.n_accepted > 0
     compare(ours, *llama(target_path, None, kind, prompt, params=params))
+
+
+def test_a_chain_of_ngram_and_model(folder):
+    """For each step the n-gram's draft where it has one, else the model's."""
+    target_path = make_target(folder, "qwen3")
+    draft = make_dflash(
+        folder / "chain.gguf", kind="dspark", seed=5, vocabulary=twelve_letters(mask=True), **SMALL
+    )
+    file, target = load_target(target_path)
+    kinds, sizes = ["draft-dspark", "ngram-simple"], NGRAMS["ngram-simple"]
+    drafter = make_drafter(
+        file, target, draft, kinds, type_k="f32", type_v="f32", n_max=4, ngram_simple=sizes
+    )
+    ours = generate(target, drafter, PROMPT, N_PREDICT, banned=(0,))
+    assert all(member.stats.draft_n_accepted > 0 for member in drafter.members)
+    params = {f"speculative.ngram_simple.{k}": v for k, v in vars(sizes).items()}
+    compare(ours, *llama(target_path, draft, kinds, n_max=4, params=params))
