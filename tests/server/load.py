@@ -22,7 +22,10 @@ import httpx
 import psutil
 from test_process import Process
 
-PROMPTS = ("def add(a, b):\n", "class Node:\n", "import os\n", '{\n  "name":', "# Sorting\n\n", "for i in range(", "try:\n    ")
+PROMPTS = (
+    "def add(a, b):\n", "class Node:\n", "import os\n", '{\n  "name":', "# Sorting\n\n", "for i in range(",
+    "try:\n    ",
+)  # fmt: skip
 BAD = (
     b"{", b"", b"[]", b'{"prompt":[]}', b'{"prompt":"a","n_predict":-9}', b'{"prompt":[-1]}', b"\xff\xfe", b'{"x":3}',
 )  # fmt: skip

@@ -189,6 +189,20 @@ def test_reasoning(caller):
     assert message.reasoning_content and "</think>" not in (message.content or "") + message.reasoning_content
 
 
+def test_a_thinking_budget_ends_the_thoughts(caller):
+    def ask(**more):
+        answer = caller.chat.completions.create(
+            model="tiny", messages=HELLO, temperature=0, max_tokens=40, extra_body=more
+        )
+        return answer.choices[0].message
+
+    free = ask().reasoning_content
+    limited = ask(reasoning_budget_tokens=4, reasoning_budget_message="\nEnough.")
+    assert limited.reasoning_content.endswith("\nEnough.\n") and limited.content
+    assert free.startswith(limited.reasoning_content.removesuffix("\nEnough.\n"))
+    assert not getattr(ask(reasoning_budget_tokens=0), "reasoning_content", None)
+
+
 def test_messages(claude):
     greedy = {"temperature": 0}  # the package has no argument for it any more
     answer = claude.messages.create(model="tiny", messages=HELLO, max_tokens=8, extra_body=greedy)

@@ -6,7 +6,7 @@ The three chat APIs meet here: each turns its body into a chat-completion body f
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ggufspec.chat import ChatTemplate, preserve_variables
@@ -14,6 +14,7 @@ from ggufspec.chat_calls import detect_format
 from ggufspec.chat_grammar import ChatGrammar, schema_grammar, tool_grammar
 from ggufspec.chat_parse import ChatParser
 from ggufspec.grammar import GrammarSpec, Trigger
+from ggufspec.thinking import ThinkingBudget, thinking_budget
 
 from .chat_messages import Prefill, check_messages, clean, split_prefill
 from .errors import ApiError, type_error, type_name
@@ -89,6 +90,9 @@ def read_chat(state: ServerState, body: dict[str, Any]) -> ChatPrompt:
         task.grammar, task.grammar_text = chosen, chosen.text
         task.grammar_lazy = chosen.lazy
         task.grammar_triggers = [{"type": trigger.kind, "value": trigger.value} for trigger in chosen.triggers]
+    budget = read_budget(state, body, tags, task.generation_prompt)
+    if budget is not None:
+        task.grammar = replace(task.grammar or GrammarSpec("none"), thinking=budget)
     return ChatPrompt(
         task,
         text,
@@ -196,6 +200,28 @@ def choose_grammar(
         return None
     parallel = use.parallel if use.parallel is not None else template.capabilities.supports_parallel_tool_calls
     return _spec(tool_grammar(call_format, use.callable, use.choice == "required", parallel, thinking_end))
+
+
+def read_budget(
+    state: ServerState, body: dict[str, Any], tags: tuple[str, str] | None, generation_prompt: str
+) -> ThinkingBudget | None:
+    """The limit on thinking tokens: the request's, else the command line's; None without one, or without thoughts."""
+    settings = state.settings.chat
+    n_tokens = settings.reasoning_budget
+    for name in ("reasoning_budget_tokens", "thinking_budget_tokens"):
+        if name in body:
+            n_tokens = Field(name, "int", -1, 2**31 - 1, refuse=True).read(body[name])
+            break
+    if n_tokens < 0 or tags is None:
+        return None
+    message = body.get("reasoning_budget_message", settings.reasoning_budget_message) or ""
+    if not isinstance(message, str):
+        raise ApiError(f"Field 'reasoning_budget_message': {type_error('string', message)}")
+
+    def encode(text: str) -> list[int]:
+        return state.model.tokenizer.encode(text, add_special=False, parse_special=True)
+
+    return thinking_budget(encode, n_tokens, tags, message, generation_prompt)
 
 
 def _spec(grammar: ChatGrammar) -> GrammarSpec:
