@@ -31,6 +31,7 @@ from ggufspec.quant.imatrix import Imatrix, importance_of
 from ggufspec.quant.pool import N_GPU_THREADS, converted
 
 QUANTIZATION_VERSION = 2
+IN_FLIGHT_BYTES = 1 << 30  # tensor data in memory at once, however many workers there are
 MAX_TEXT = 127  # bytes of a text in a key override, llama-quantize's limit
 
 
@@ -338,11 +339,12 @@ def _check_space(plan: Plan, path: Path) -> None:
 
 
 def _task_elements(n_workers: int, device: str, max_buffer_bytes: int) -> int:
-    """Elements of a task. Each task in flight holds its input, float32 numbers and output, about 12 bytes an
-    element (on a GPU, whose memory holds temporaries too, more), and finished ones wait for the writer."""
-    in_flight = 2 * (N_GPU_THREADS + 1) if device != "cpu" else 3 * n_workers + 2
-    largest = 1 << 26 if device != "cpu" else 1 << 20
-    return max(1, min(largest, max_buffer_bytes // (12 * in_flight)))
+    """Elements of a task. A task on the CPU holds its input, float32 numbers and output, about 12 bytes an element;
+    on a GPU only input and output lie in the host's memory. Finished tasks wait for the writer."""
+    on_cpu = device == "cpu"
+    in_flight, n_bytes = (3 * n_workers + 2, 12) if on_cpu else (2 * (N_GPU_THREADS + 1), 5)
+    budget = min(max_buffer_bytes, IN_FLIGHT_BYTES) // (n_bytes * in_flight)
+    return max(1, min(budget, 1 << 20 if on_cpu else 1 << 26))
 
 
 def _tasks(t: TensorPlan, path: str, n_elements: int) -> Iterator[Task]:
