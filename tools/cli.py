@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ggufspec import bundled
 from ggufspec.errors import RequestError
-from ggufspec.grammar import GrammarSpec
 from ggufspec.job import Request
 from ggufspec.sampling import SamplingParams
 from ggufspec.tools import cli_chat, model_defaults
@@ -29,7 +28,7 @@ def run(settings: Settings) -> int:
         sampling,
         n_predict=settings.context.n_predict,
         stop=settings.chat.reverse_prompts,
-        grammar=grammar_of(settings),
+        grammar=model_defaults.grammar_of(settings),
         parse_special_out=settings.chat.special,
     )
     if settings.common.warmup:
@@ -63,13 +62,6 @@ def with_bundled_model(settings: Settings) -> Settings:
 def is_chat(settings: Settings) -> bool:
     wanted = settings.cli.conversation
     return settings.cli.prompt is None if wanted is None else wanted
-
-
-def grammar_of(settings: Settings) -> GrammarSpec | None:
-    """--json-schema wins over --grammar, as the later conversion does in llama.cpp."""
-    if settings.grammar.json_schema is not None:
-        return GrammarSpec("json_schema", settings.grammar.json_schema)
-    return GrammarSpec("gbnf", settings.grammar.grammar) if settings.grammar.grammar is not None else None
 
 
 def warm_up(runtime: Runtime) -> None:

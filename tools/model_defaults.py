@@ -1,4 +1,6 @@
-"""What a model's file says about its own use: sampling values that stand where the user said nothing."""
+"""What stands where a request says nothing: the command line's values, and the file's own where that is
+silent too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ggufspec.errors import ConfigError
+from ggufspec.grammar import GrammarSpec
 from ggufspec.sampling import SamplingParams, sampler_letters, sampler_names
 from ggufspec.tools.settings import Settings
 
@@ -27,7 +30,9 @@ KEYS: dict[str, tuple[str, type]] = {
 
 
 def sampling_of(settings: Settings, metadata: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters with the file's values for what the user did not give. ConfigError for a bad key."""
+    """The sampling parameters with the file's values for what the user did not give. ConfigError for a bad
+    key.
+    """
     found: dict[str, Any] = {}
     for key, (name, kind) in KEYS.items():
         value = metadata.get(f"general.sampling.{key}")
@@ -45,3 +50,12 @@ def sampling_of(settings: Settings, metadata: Mapping[str, Any]) -> SamplingPara
             raise ConfigError(f"key general.sampling.sequence names the unknown sampler {unknown[0]!r}")
         found["samplers"] = tuple(known)
     return replace(settings.sampling, **found) if found else settings.sampling
+
+
+def grammar_of(settings: Settings) -> GrammarSpec | None:
+    """The command line's grammar; --json-schema wins over --grammar, as its later conversion does in
+    llama.cpp.
+    """
+    if settings.grammar.json_schema is not None:
+        return GrammarSpec("json_schema", settings.grammar.json_schema)
+    return GrammarSpec("gbnf", settings.grammar.grammar) if settings.grammar.grammar is not None else None

@@ -123,11 +123,12 @@ def test_batch_composition_does_not_matter():
     ["default", "hot", "min_keep", "penalties", "typical", "xtc", "xtc always", "dynatemp", "everything"],
 )
 def test_distribution(case):
-    """Over 20,000 positions the tokens' frequencies are the chain's probabilities (chi-square, 1 in
+    """Over thousands of positions the tokens' frequencies are the chain's probabilities (chi-square, 1 in
     10,000).
     """
     logits, _, histories = rows(1, seed=11)
-    p, n = params_of(case, seed=99), 20_000
+    p = params_of(case, seed=99)
+    n = 20_000 if p.on_device else 6_000
     history = histories[0]
     fired, idle = (
         dict(zip((t for t, _ in c), reference.softmax(c)))

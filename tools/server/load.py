@@ -9,6 +9,7 @@ from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import GGUFFile
 from ggufspec.models import Config
 from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools import model_defaults
 from ggufspec.tools.runtime import open_runtime
 from ggufspec.tools.settings import ChatSettings, Settings
 
@@ -40,7 +41,7 @@ def load(settings: Settings) -> Loaded:
         tokenizer,
         templates,
         model_info(runtime.file, runtime.config, tokenizer),
-        default_task(settings, ",".join(["none", *drafters])),
+        default_task(settings, runtime.file, ",".join(["none", *drafters])),
         settings.context.n_batch,
     )
 
@@ -69,10 +70,13 @@ def model_info(file: GGUFFile, config: Config, tokenizer: Tokenizer) -> ModelInf
     )
 
 
-def default_task(settings: Settings, speculative_types: str) -> Task:
+def default_task(settings: Settings, file: GGUFFile, speculative_types: str) -> Task:
     """What a request gets for the fields it does not set."""
+    grammar = model_defaults.grammar_of(settings)
     return Task(
-        sampling=settings.sampling,
+        sampling=model_defaults.sampling_of(settings, file.metadata),
+        grammar=grammar,
+        grammar_text="" if grammar is None else grammar.text,
         n_predict=settings.context.n_predict,
         stop=list(settings.chat.reverse_prompts),
         cache_prompt=settings.server.cache_prompt,
