@@ -7,7 +7,9 @@ outputs of another graph of the pool are read where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +71,23 @@ class Graphs:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with without_collection(), torch.cuda.graph(graph, pool=self.pool):
             outputs = stage(*inputs)
         self.n_bytes += torch.cuda.memory_reserved(self.device) - before
         return Captured(graph, inputs, outputs)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection inside: destroying another engine's graph would invalidate the one being captured."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def tensors_of(value: Any) -> list[Tensor]:
