@@ -24,7 +24,7 @@ from . import lists, spec_table
 from .attach import Bench, DrafterChoice, default_drafters, free, natural_n_max, parse_drafter, set_width
 from .mixed import MixedCommand
 from .origin import lines, origin
-from .steady import Run, SteadyEngine, SyntheticDecoder, run_streams
+from .steady import Run, SteadyEngine, accept_at_random, run_streams
 from .summary import Cell, Pair, parity_text, summarize
 from .workloads import Prompt, choose, encode, own_prompts, read_prompts
 
@@ -106,7 +106,7 @@ def _measure_drafter(
             continue
         seen.add(n_max)
         if choice.is_synthetic:
-            engine.decoder = SyntheticDecoder(engine.decoder, choice.rates(n_max), bench.n_slots, plan.sampling.seed)
+            accept_at_random(engine, choice.rates(n_max))
         bar.set_description(f"{choice.label} n={n_max}")
         for temperature in plan.temperatures:
             for n_streams in plan.streams:
@@ -134,7 +134,8 @@ def _measure_cells(
         pairs = []
         for _ in range(plan.n_repetitions):
             for group in plan.groups(workload, n_streams):
-                runs: list[Run] = [run_streams(e, group, plan.n_tokens, sampling) for e in (plain, engine)]
+                nth = len(everything) + len(pairs)
+                runs: list[Run] = [run_streams(e, group, plan.n_tokens, sampling, nth) for e in (plain, engine)]
                 pairs.append(Pair(*runs))
                 bar.update()
         everything += pairs

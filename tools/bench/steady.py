@@ -12,15 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from ggufspec.decode import Decoded, Decoder
 from ggufspec.drafters.synth import SyntheticAcceptance
 from ggufspec.engine import Engine, EngineStats
 from ggufspec.errors import ConfigError
 from ggufspec.job import Event, Job, JobState, Request
-from ggufspec.rows import Rows
 from ggufspec.sampling import SamplingParams
 from ggufspec.slot import Slot
 from ggufspec.tokenizer import Tokenizer
@@ -59,34 +54,9 @@ class SteadyEngine(Engine):
         return super()._decode(running)
 
 
-class SyntheticDecoder(Decoder):
-    """A decoder whose drafts are right at given rates. Random numbers reach a captured step through a fixed buffer."""
-
-    def __init__(self, decoder: Decoder, rates: Sequence[float], n_slots: int, seed: int):
-        super().__init__(decoder.target, decoder.cache, decoder.drafter, decoder.chooser, decoder.graphs)
-        self.acceptance = SyntheticAcceptance(rates, n_slots, self.device)
-        self.seed = seed
-        self.uniforms = torch.zeros(n_slots, max(len(rates), 1), dtype=torch.float64, device=self.device)
-
-    def restart(self) -> None:
-        """The same random numbers again, as for a new request in every slot."""
-        for slot in range(len(self.uniforms)):
-            self.acceptance.start(slot, self.seed + slot)
-
-    def step(self, slots: Sequence[Slot], limits: Sequence[int]) -> Decoded:
-        ids, n = [slot.id for slot in slots], max(limits)
-        if n > 0:
-            self.uniforms[: len(ids), :n].copy_(self.acceptance.draw(ids, n))
-        decoded = super().step(slots, limits)
-        for slot_id, n_drafted, tokens in zip(ids, decoded.n_drafted, decoded.emitted):
-            self.acceptance.used(slot_id, n_drafted, len(tokens) - 1)
-        return decoded
-
-    def _settle(self, rows: Rows, tokens: Tensor) -> Tensor:
-        B, W = tokens.shape
-        tokens, n_accepted = self.acceptance.settle(rows, tokens, self.uniforms[:B, : W - 1], self.chooser.is_eog)
-        self.cache.accept(rows.slots, n_accepted + 1)
-        return torch.cat([tokens, n_accepted[:, None], rows.n_rows[:, None]], dim=1)
+def accept_at_random(engine: Engine, rates: Sequence[float]) -> None:
+    """From now on drafts are right at these rates, whatever the target says."""
+    engine.decoder.synthetic = SyntheticAcceptance(rates, len(engine.slots), engine.device)
 
 
 def endless(tokenizer: Tokenizer) -> Tokenizer:
@@ -97,11 +67,12 @@ def endless(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def run_streams(
-    engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int, sampling: Sequence[SamplingParams]
+    engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int, sampling: Sequence[SamplingParams], nth: int = 0
 ) -> Run:
     """Decode all prompts together until each stream has `n_tokens` or has ended by itself.
 
-    ConfigError when the engine has too few slots or cells.
+    `nth`: synthetic acceptance has other random numbers in every run. ConfigError when the engine has too few slots
+    or cells.
     """
     longest = max(len(p) for p in prompts)
     if len(prompts) > len(engine.slots) or longest + n_tokens > engine.n_ctx:
@@ -109,8 +80,9 @@ def run_streams(
             f"{len(prompts)} streams of up to {longest} + {n_tokens} tokens do not fit {len(engine.slots)} slots of "
             f"{engine.n_ctx} tokens; use fewer streams, -n, or a larger -c"
         )
-    if isinstance(engine.decoder, SyntheticDecoder):
-        engine.decoder.restart()
+    if engine.decoder.synthetic is not None:
+        for i, params in enumerate(sampling):
+            engine.decoder.synthetic.start(i, params.seed + len(engine.slots) * nth)
     start = time.perf_counter()
     jobs = [
         engine.submit(Request(list(prompt), params, cache_prompt=False, slot=i))
