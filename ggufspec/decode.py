@@ -96,10 +96,9 @@ class Decoder:
         self.device = target.device
         self._accepted_rows: dict[int, int] = {}
 
-    def step(self, slots: Sequence[Slot], limits: Sequence[int]) -> Decoded:
-        """Decode once for `slots`, each with at most limits[b] drafted tokens."""
+    def step(self, slots: Sequence[Slot], limits: Sequence[int], n: int) -> Decoded:
+        """Decode once for `slots`, with a draft of n tokens of which at most limits[b] are verified for slot b."""
         inputs = StepInputs.of(slots, limits, self.device)
-        n = max(limits) if self.drafter is not None else 0
         laps = Laps(self.device)
         draft, n_draft = self._draft(inputs, n)
         laps.mark()

@@ -279,8 +279,10 @@ class Engine:
 
     def _decode(self, running: list[Slot]) -> list[Event]:
         start = time.perf_counter()
-        limits = [self._draft_limit(slot) for slot in running]
-        decoded = self.decoder.step(running, limits)
+        lengths = [self._draft_length(slot) for slot in running]
+        # The width stays when room runs out: other widths would be other graphs to capture.
+        limits = [min(n, self._room(slot)) for n, slot in zip(lengths, running)]
+        decoded = self.decoder.step(running, limits, max(lengths) if any(limits) else 0)
         ms = 1000 * (time.perf_counter() - start)
         self._account(running, decoded, ms)
         if self.link is not None:
@@ -292,17 +294,20 @@ class Engine:
             events += self._emit(slot, tokens, reported)
         return events
 
-    def _draft_limit(self, slot: Slot) -> int:
-        """Drafted tokens this slot may have now: its own limit, the context's room and the tokens still wanted."""
+    def _draft_length(self, slot: Slot) -> int:
+        """Drafted tokens wanted for this slot."""
+        assert slot.job is not None
+        own = slot.job.request.speculation.n_max
+        return self.n_max if own is None else min(self.n_max, own)
+
+    def _room(self, slot: Slot) -> int:
+        """Drafted tokens that the slot's context and the tokens still wanted leave room for."""
         job = slot.job
         assert job is not None
-        limit = self.n_max
-        if job.request.speculation.n_max is not None:
-            limit = min(limit, job.request.speculation.n_max)
-        limit = min(limit, self.n_ctx - slot.n_past - 2)
+        room = self.n_ctx - slot.n_past - 2
         if job.request.n_predict >= 0:
-            limit = min(limit, job.request.n_predict - len(job.generated) - 1)
-        return max(limit, 0)
+            room = min(room, job.request.n_predict - len(job.generated) - 1)
+        return max(room, 0)
 
     def _account(self, running: list[Slot], decoded: Decoded, ms: float) -> None:
         stats = self.stats

@@ -19,10 +19,10 @@ from ..kernels.attention import AttentionSpec, attend
 from ..kernels.conv import dynamic_conv
 from ..kernels.kv import KV
 from ..kernels.matmul import PackedWeight, WeightGroup, fuse, gather, matmul, prepare
-from ..kernels.norm import geglu, rms_norm, swiglu
+from ..kernels.norm import add_rms_norm, geglu, rms_norm, swiglu
 from ..kernels.rope import rotate
 from ..kernels.select import argmax
-from ..models.base import Head, Step, add_norm
+from ..models.base import Head, Step
 from ..rows import Rows
 from ..weights import Weights
 from . import Draft, DraftOptions, limit
@@ -140,7 +140,7 @@ class Backbone:
             o = layer.attn_conv(o, dyn, 1)
         if layer.post_attention_norm is not None:
             o = rms_norm(o, layer.post_attention_norm, eps)
-        x1, b = add_norm(x, o, layer.ffn_norm, eps)
+        x1, b = add_rms_norm(x, o, layer.ffn_norm, eps)
         if layer.ffn_conv is not None:
             dyn = layer.ffn_conv.kernels(b)
             b = layer.ffn_conv(b, dyn, 0)

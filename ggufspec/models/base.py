@@ -128,7 +128,11 @@ class Model:
                 step = Step.of(rows.to(layer.device))
             x, delta = layer(x, delta, step, cache)
         x, delta = x.to(self.device), None if delta is None else delta.to(self.device)
-        _, hidden = add_norm(x, delta, self.output_norm, self.config.layer_norm_rms_epsilon)
+        eps = self.config.layer_norm_rms_epsilon
+        if delta is None:
+            hidden = rms_norm(x, self.output_norm, eps)
+        else:
+            _, hidden = add_rms_norm(x, delta, self.output_norm, eps)
         features = torch.cat([tapped[i].to(hidden.device) for i in taps], dim=-1) if taps else None
         return Output(self.logits(hidden, rows, logits), hidden, features)
 
@@ -153,10 +157,3 @@ class Model:
         if self.logit_softcap > 0.0:
             out = self.logit_softcap * torch.tanh(out / self.logit_softcap)
         return out
-
-
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its RMS norm); delta None means zero."""
-    if delta is None:
-        return x, rms_norm(x, weight, eps)
-    return add_rms_norm(x, delta, weight, eps)

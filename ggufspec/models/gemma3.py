@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import FileError
-from ..kernels.norm import geglu
+from ..kernels.prepared import geglu
 from ..parallel import Shard
 from ..placement import Placement
 from ..weights import Weights

@@ -13,20 +13,16 @@ from ..cache import Cache
 from ..errors import UnsupportedError
 from ..kernels.attention import AttentionSpec, attend
 from ..kernels.kv import norm_rope_store
-from ..kernels.matmul import WeightGroup, matmul, prepare
-from ..kernels.norm import geglu, rms_norm, swiglu
+from ..kernels.matmul import Activation, WeightGroup, matmul, prepare
+from ..kernels.norm import rms_norm
+from ..kernels.prepared import add_rms_norm, geglu, swiglu
 from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..weights import Part, Weights
-from .base import Step, add_norm
+from .base import Step
 from .config import Config
 
 FFN_GRANULARITY = 128  # inner rows of a feed-forward layer are cut in multiples of this
-
-
-def flat(x: Tensor) -> Tensor:
-    """[B, W, D] to [T, D]."""
-    return x.reshape(-1, x.shape[-1])
 
 
 @dataclass
@@ -35,7 +31,7 @@ class FeedForward:
 
     gate_up: WeightGroup  # gate [F, D], up [F, D]
     down: WeightGroup  # [D, F]
-    activation: Callable[[Tensor, Tensor], Tensor]
+    activation: Callable[[Tensor, Tensor], Activation]  # swiglu or geglu
     shard: Shard  # whose parts are summed; WHOLE where the layer is mirrored
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
@@ -43,7 +39,7 @@ class FeedForward:
 
     @classmethod
     def load(cls, weights: Weights, block: str, D: int, F: int, device: torch.device, shard: Shard,
-             activation: Callable[[Tensor, Tensor], Tensor] = swiglu) -> FeedForward:
+             activation: Callable[[Tensor, Tensor], Activation] = swiglu) -> FeedForward:
         cut = Cut.of(shard, F, lcm(weights.block_size(f"{block}.ffn_down.weight"), FFN_GRANULARITY))
         rows = [cut.scaled(1)]
         return cls(
@@ -57,12 +53,13 @@ class FeedForward:
             weights.optional_vector(f"{block}.ffn_down.bias", (D,), device),
         )
 
-    def __call__(self, n: Tensor) -> Tensor:
-        gate, up = matmul(prepare(flat(n)), self.gate_up)
+    def __call__(self, n: Activation) -> Tensor:
+        """T prepared rows to [T, D]."""
+        gate, up = matmul(n, self.gate_up)
         gate = add_bias(gate, self.gate_bias)
         up = add_bias(up, self.up_bias)
-        (out,) = matmul(prepare(self.activation(gate, up)), self.down)
-        return add_bias(self.shard.sum(out), self.down_bias).view(n.shape)
+        (out,) = matmul(self.activation(gate, up), self.down)
+        return add_bias(self.shard.sum(out), self.down_bias)
 
 
 @dataclass
@@ -109,12 +106,14 @@ class Projections:
             weights.vector(f"{block}.attn_k_norm.weight", (hd,), device) if norms else None,
         )
 
-    def __call__(self, n: Tensor, hd: int, hd_v: int) -> tuple[Tensor, Tensor, Tensor]:
-        """n [B, W, D] to q [B, W, H, hd], k [B, W, KV, hd], v [B, W, KV, hd_v]; neither normed nor rotated yet."""
-        outs = matmul(prepare(flat(n)), self.qkv)
+    def __call__(self, n: Activation, shape: tuple[int, int], hd: int, hd_v: int) -> tuple[Tensor, Tensor, Tensor]:
+        """B*W prepared rows, shape (B, W), to q [B, W, H, hd], k [B, W, KV, hd], v [B, W, KV, hd_v].
+
+        Neither normed nor rotated yet.
+        """
+        outs = matmul(n, self.qkv)
         q, k, v = outs[0].split(self.sizes, dim=-1) if self.fused else outs
         q, k, v = (add_bias(t, b) for t, b in zip((q, k, v), self.biases))
-        shape = n.shape[:2]
         return q.reshape(*shape, -1, hd), k.reshape(*shape, -1, hd), v.reshape(*shape, -1, hd_v)
 
 
@@ -158,17 +157,18 @@ class Attention:
             hd, hd_v, config.layer_norm_rms_epsilon,
         )
 
-    def __call__(self, n: Tensor, step: Step, cache: Cache, layer: int) -> Tensor:
+    def __call__(self, n: Activation, step: Step, cache: Cache, layer: int) -> Tensor:
+        """B*W prepared rows to [B*W, D]."""
         rows, kv = step.rows, cache.kv[layer]
         assert kv is not None
         p = self.projections
-        q, k, v = p(n, self.key_length, self.value_length)
+        q, k, v = p(n, (rows.n_batch, rows.width), self.key_length, self.value_length)
         norms = None if p.q_norm is None or p.k_norm is None else (p.q_norm, p.k_norm, self.eps)
         rope = (*step.rope(self.rope), self.rope)
         q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
         o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, q_rotated=True)
         (out,) = matmul(prepare(o.reshape(-1, o.shape[-2] * o.shape[-1])), self.output)
-        return add_bias(self.shard.sum(out), self.output_bias).view(n.shape)
+        return add_bias(self.shard.sum(out), self.output_bias)
 
 
 @dataclass
@@ -186,12 +186,12 @@ class Block:
     post_ffw_norm: Tensor | None = None
 
     def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
-        x, n = add_norm(x, delta, self.attn_norm, self.eps)
-        y = self.attention(n, step, cache, self.index)
+        x, n = add_rms_norm(x, delta, self.attn_norm, self.eps)
+        y = self.attention(n, step, cache, self.index).view(x.shape)
         if self.post_attention_norm is not None:
             y = rms_norm(y, self.post_attention_norm, self.eps)
-        x, n = add_norm(x, y, self.ffn_norm, self.eps)
-        y = self.ffn(n)
+        x, n = add_rms_norm(x, y, self.ffn_norm, self.eps)
+        y = self.ffn(n).view(x.shape)
         if self.post_ffw_norm is not None:
             y = rms_norm(y, self.post_ffw_norm, self.eps)
         return x, y

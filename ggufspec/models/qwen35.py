@@ -13,16 +13,17 @@ from ..kernels import gdn
 from ..kernels.attention import AttentionSpec, attend
 from ..kernels.gdn import GdnSpec, GdnWeights
 from ..kernels.kv import KV, norm_rope_store
-from ..kernels.matmul import PackedWeight, WeightGroup, matmul, prepare
-from ..kernels.norm import gated_norm, rms_norm, sigmoid_gate
+from ..kernels.matmul import Activation, PackedWeight, WeightGroup, matmul, prepare
+from ..kernels.norm import rms_norm
+from ..kernels.prepared import add_rms_norm, gated_norm
 from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
 from ..weights import Part, Weights
 from .assemble import CacheLayer, assemble, kv_layer
-from .base import Head, Model, Step, add_norm
+from .base import Head, Model, Step
 from .config import Config, Keys
-from .layers import FeedForward, flat, heads_cut
+from .layers import FeedForward, heads_cut
 
 
 def gdn_spec(keys: Keys, eps: float) -> GdnSpec:
@@ -98,18 +99,18 @@ class GatedAttention:
             cut.n * group, cut.n, hd, config.layer_norm_rms_epsilon,
         )
 
-    def __call__(self, n: Tensor, step: Step, kv: KV) -> Tensor:
+    def __call__(self, n: Activation, step: Step, kv: KV) -> Tensor:
+        """B*W prepared rows to [B*W, D]."""
         rows = step.rows
-        B, W = n.shape[:2]
-        q_gate, k, v = matmul(prepare(flat(n)), self.qkv)
+        B, W = rows.n_batch, rows.width
+        q_gate, k, v = matmul(n, self.qkv)
         q, gate = q_gate.view(B, W, self.n_head, 2, self.hd).unbind(3)
         k, v = (t.view(B, W, self.n_kv, self.hd) for t in (k, v))
         norms, rope = (self.q_norm, self.k_norm, self.eps), (*step.rope(self.rope), self.rope)
         q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
-        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, q_rotated=True)
-        o = sigmoid_gate(o, gate)
+        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, gate=gate, q_rotated=True)
         (out,) = matmul(prepare(o.reshape(B * W, -1)), self.output)
-        return self.shard.sum(out).view(n.shape)
+        return self.shard.sum(out)
 
 
 @dataclass
@@ -152,16 +153,16 @@ class GatedDeltaNet:
             WHOLE if cut.mirrored else shard,
         )
 
-    def __call__(self, n: Tensor, step: Step, state: gdn.GdnState) -> Tensor:
+    def __call__(self, n: Activation, step: Step, state: gdn.GdnState) -> Tensor:
+        """B*W prepared rows to [B*W, D]."""
         rows = step.rows
-        B, W = n.shape[:2]
-        u, z, alpha, beta = (t.view(B, W, -1) for t in matmul(prepare(flat(n)), self.inputs))
+        B, W = rows.n_batch, rows.width
+        u, z, alpha, beta = (t.view(B, W, -1) for t in matmul(n, self.inputs))
         run = gdn.step if rows.tentative else gdn.chunk
         o = run(u, alpha, beta, self.core, state, rows.slots, rows.n_rows, self.spec)
         z = z.reshape(B, W, self.spec.n_v, self.spec.d)
-        gated = gated_norm(o, z, self.norm, self.spec.eps)
-        (out,) = matmul(prepare(gated.reshape(B * W, -1)), self.output)
-        return self.shard.sum(out).view(n.shape)
+        (out,) = matmul(gated_norm(o, z, self.norm, self.spec.eps), self.output)
+        return self.shard.sum(out)
 
 
 @dataclass
@@ -177,7 +178,7 @@ class Qwen35Block:
     eps: float
 
     def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
-        x, n = add_norm(x, delta, self.attn_norm, self.eps)
+        x, n = add_rms_norm(x, delta, self.attn_norm, self.eps)
         if isinstance(self.mixer, GatedAttention):
             kv = cache.kv[self.index]
             assert kv is not None
@@ -186,8 +187,8 @@ class Qwen35Block:
             state = cache.recurrent[self.index]
             assert state is not None
             y = self.mixer(n, step, state)
-        x, n = add_norm(x, y, self.post_attention_norm, self.eps)
-        return x, self.ffn(n)
+        x, n = add_rms_norm(x, y.view(x.shape), self.post_attention_norm, self.eps)
+        return x, self.ffn(n).view(x.shape)
 
 
 def load_block(weights: Weights, config: Config, i: int, device: torch.device, recurrent: GdnSpec | None,
@@ -265,15 +266,13 @@ class MtpBlock:
     def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> Tensor:
         """embedded, hidden [B, W, D] (the token's row; the hidden row of the position before) to [B, W, D]."""
         c = torch.cat([rms_norm(embedded, self.enorm, self.eps), rms_norm(hidden, self.hnorm, self.eps)], dim=-1)
-        (x,) = matmul(prepare(flat(c)), self.eh_proj)
-        x = x.view(embedded.shape)
-        n = rms_norm(x, self.block.attn_norm, self.eps)
+        (x,) = matmul(prepare(c.reshape(-1, c.shape[-1])), self.eh_proj)
+        x, n = add_rms_norm(x.view(embedded.shape), None, self.block.attn_norm, self.eps)
         mixer = self.block.mixer
         assert isinstance(mixer, GatedAttention)
-        y = mixer(n, step, kv)
-        x, n = add_norm(x, y, self.block.post_attention_norm, self.eps)
-        _, out = add_norm(x, self.block.ffn(n), self.head_norm, self.eps)
-        return out
+        y = mixer(n, step, kv).view(x.shape)
+        x, n = add_rms_norm(x, y, self.block.post_attention_norm, self.eps)
+        return rms_norm(x + self.block.ffn(n).view(x.shape), self.head_norm, self.eps)
 
     def project(self, hidden: Tensor) -> Tensor:
         """[B, W, D] to logits [B, W, V]."""
