@@ -90,15 +90,15 @@ def quantize(x: np.ndarray, type_name: str, imatrix: np.ndarray | None = None) -
 
 
 def quantize_torch(x: torch.Tensor, type_name: str, imatrix: torch.Tensor | None = None) -> torch.Tensor:
-    """`quantize` for a float32 tensor on any device; same bytes, on the tensor's device."""
+    """`quantize` for a floating-point tensor on any device; same bytes, on the tensor's device."""
     import torch
 
     layout = _checked(x, type_name, imatrix)
     if x.device.type == "cpu":
         importance = None if imatrix is None else imatrix.numpy()
-        return torch.from_numpy(quantize(x.numpy(), type_name, importance))
+        return torch.from_numpy(quantize(x.detach().float().numpy(), type_name, importance))
     *lead, n_columns = x.shape
-    rows = x.float().reshape(-1, n_columns).contiguous()
+    rows = x.detach().float().reshape(-1, n_columns).contiguous()
     out = torch.empty((len(rows), layout.row_bytes(n_columns)), dtype=torch.uint8, device=x.device)
     step = max(1, CUDA_CHUNK_ELEMENTS // n_columns)
     for i in range(0, len(rows), step):

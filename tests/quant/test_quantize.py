@@ -102,6 +102,8 @@ def test_leading_dimensions_and_torch():
     assert raw.shape == (2, 3, 4, N_COLUMNS // 256 * 144)
     ours = quantize_torch(torch.from_numpy(x), "Q4_K", torch.from_numpy(IMPORTANCE))
     assert (ours.numpy() == raw).all()
+    short = torch.from_numpy(x).bfloat16()
+    assert (quantize_torch(short, "Q6_K").numpy() == quantize(short.float().numpy(), "Q6_K")).all()
 
 
 def test_refusals():
