@@ -16,7 +16,8 @@ import click
 import torch
 from tqdm import tqdm
 
-from ggufspec.errors import UnsupportedError
+from ggufspec.errors import ConfigError, UnsupportedError
+from ggufspec.kernels import tune as tuned
 from ggufspec.kernels.matmul import cuda, repack
 from ggufspec.kernels.matmul.cuda import Config, Launch
 from ggufspec.kernels.matmul.triton import prepare
@@ -112,16 +113,16 @@ def time_launches(launches: list[Launch], a: Activation, config: Config, pdl: bo
 
 def candidates(type_name: str) -> list[Config]:
     """Configs worth trying: 8 to 24 warps on a multiprocessor, and stages that fill its shared memory."""
-    out = []
+    _, shared, most = cuda.card(torch.cuda.current_device())
     layout = layouts.BY_NAME[type_name]
     block_bytes = layout.n_bytes * repack.BLOCK // layout.n_elements
-    for KW, WM, MT, ST, per_sm in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2), (2, 3, 4), (1, 2, 3)):
-        config = Config(KW=KW, WM=WM, MT=MT, ST=ST, per_sm=per_sm)
-        stage = KW * (config.n_rows * block_bytes + 8 * 512)
-        warps = KW * WM
-        if not (4 <= warps <= 16 and 8 <= warps * per_sm <= 16 + 8 * (MT == 1) and 32 <= config.n_rows <= 128):
+    out = []
+    for WM, MT, ST, per_sm in itertools.product((2, 4, 8), (1, 2), (2, 3, 4, 5), (2, 3, 4, 5, 6)):
+        config = Config(WM=WM, MT=MT, ST=ST, per_sm=per_sm)
+        if not (64 <= config.n_rows <= cuda.ROW_MULTIPLE and 8 <= WM * per_sm <= (16 if MT == 2 else 24)):
             continue
-        if 80 << 10 <= ST * stage * per_sm <= 220 << 10:
+        fits = cuda.tile_and_stages(config, block_bytes, 8, shared, most)[1]
+        if fits == ST and ST * (config.n_rows * block_bytes + 8 * 512) * per_sm >= shared // 3:
             out.append(config)
     return out
 
@@ -149,7 +150,7 @@ def search(types: tuple[str, ...], n_workers: int, widths: tuple[int, ...] = (1,
 
     def job(type_name: str, n_rows: int, columns: int, config: Config) -> tuple[str, Config, int]:
         padded = -(-n_rows // cuda.ROW_MULTIPLE) * cuda.ROW_MULTIPLE
-        n_programs = config.per_sm * torch.cuda.get_device_properties().multi_processor_count
+        n_programs = config.per_sm * cuda.card(torch.cuda.current_device())[0]
         return type_name, config, cuda.cut(padded, repack.n_super_blocks(columns), config, n_programs).n_parts
 
     jobs = sorted({job(t, *shape, c) for t in types for shape in SHAPES[t].values() for c in candidates(t)}, key=str)
@@ -160,15 +161,20 @@ def search(types: tuple[str, ...], n_workers: int, widths: tuple[int, ...] = (1,
     for type_name in types:
         for name, (n_rows, columns) in SHAPES[type_name].items():
             launches = rotation(type_name, n_rows, columns)
-            acts = {w: activation(w, columns) for w in widths}
+            inputs = {w: torch.randn(w, columns, device="cuda") for w in widths}
             for config in tqdm(candidates(type_name), desc=f"{type_name} {name}", mininterval=5):
                 if job(type_name, n_rows, columns, config) in failed:
                     continue
-                us = {w: time_launches(launches, acts[w], config) for w in widths}
+                us = {w: time_chain(launches, x, config) for w, x in inputs.items()}
                 rows.append({"type": type_name, "shape": name, "rows": n_rows, "columns": columns,
                              "bytes": launch_bytes(launches[0]), "config": asdict(config), "us": us})  # fmt: skip
             del launches
     return rows
+
+
+def time_chain(launches: list[Launch], x: torch.Tensor, config: Config) -> float:
+    """Microseconds of an input's preparation and the product, as a model runs them: one after the other."""
+    return graph_time_us([lambda launch=launch: cuda.run(launch, prepare(x), config) for launch in launches])
 
 
 def measure(types: tuple[str, ...], widths: tuple[int, ...], copy_gb_s: float) -> list[dict]:
@@ -188,7 +194,7 @@ def measure(types: tuple[str, ...], widths: tuple[int, ...], copy_gb_s: float) -
     return rows
 
 
-def table(rows: list[dict], widths: tuple[int, ...]) -> str:
+def as_table(rows: list[dict], widths: tuple[int, ...]) -> str:
     lines = [f"{'type':5} {'launch':12} {'shape':>14}" + "".join(f"   w={w:<2} us  of copy" for w in widths)]
     for r in rows:
         cells = "".join(f"  {r['us'][w]:8.1f}  {r['of_copy'][w]:7.2f}" for w in widths)
@@ -200,26 +206,37 @@ def table(rows: list[dict], widths: tuple[int, ...]) -> str:
 @click.option("--type", "types", multiple=True, type=click.Choice(tuple(SHAPES)), help="Tensor types (default: all).")
 @click.option("--tune", is_flag=True, help="Search the configs instead of measuring the ones in use.")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Write all figures there.")
+@click.option("--table", type=click.Path(dir_okay=False), help="Write what --tune finds as a table of configs there.")
 @click.option("--workers", default=8, show_default=True, help="Processes that compile candidates.")
-def command(types: tuple[str, ...], tune: bool, path: str | None, workers: int) -> None:
+def command(types: tuple[str, ...], tune: bool, path: str | None, table: str | None, workers: int) -> None:
     """Measure the quantized matmuls at the shapes of a 27B model."""
     if not torch.cuda.is_available():
         raise UnsupportedError("bench kernels measures CUDA kernels, and this machine has no CUDA device")
+    if cuda.capability(torch.cuda.current_device()) < (8, 0):
+        raise UnsupportedError("bench kernels measures the fast kernels, which need compute capability 8.0 or later")
+    if table and not tune:
+        raise ConfigError("--table writes what --tune finds; add --tune")
     types = types or tuple(SHAPES)
     rate = copy_rate()
     click.echo(f"{torch.cuda.get_device_name()}: copy {rate:.0f} GB/s (read plus write)")
     rows = search(types, workers) if tune else measure(types, WIDTHS, rate)
     if path:
         Path(path).write_text(json.dumps({"copy_gb_s": rate, "rows": rows}, indent=1))
-    if tune:
-        for r in best(rows):
-            rates = " ".join(f"w={w}: {t:.1f} us {r['bytes'] / t / 1e3 / rate:.2f}" for w, t in r["us"].items())
-            click.echo(f"{r['type']} {r['shape']:12} {r['config']}  {rates}")
-    else:
-        click.echo(table(rows, WIDTHS))
+    if not tune:
+        click.echo(as_table(rows, WIDTHS))
+        return
+    for r in best(rows, 3):
+        rates = " ".join(f"w={w}: {t:.1f} us {r['bytes'] / t / 1e3 / rate:.2f}" for w, t in r["us"].items())
+        click.echo(f"{r['type']} {r['shape']:12} {r['config']}  {rates}")
+    if table:
+        found = [
+            tuned.Entry(r["type"], r["rows"], repack.n_super_blocks(r["columns"]), r["config"]) for r in best(rows, 1)
+        ]
+        text = tuned.table(torch.cuda.get_device_name(), cuda.capability(torch.cuda.current_device()), found)
+        Path(table).write_text(text)
 
 
-def best(rows: list[dict], n: int = 3) -> list[dict]:
+def best(rows: list[dict], n: int) -> list[dict]:
     """The n quickest configs of each shape, by the sum of their times over the widths."""
     out = []
     for _, group in itertools.groupby(rows, key=lambda r: (r["type"], r["shape"])):
