@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,10 @@ def write_slot(path: Path, data: Any, model: str = "") -> int:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            for part in (_FIXED.pack(MAGIC, VERSION, len(header)), header, *map(_bytes, tensors)):
+            parts: Iterator[bytes | memoryview] = itertools.chain(
+                (_FIXED.pack(MAGIC, VERSION, len(header)), header), map(_bytes, tensors)
+            )
+            for part in parts:
                 digest.update(part)
                 file.write(part)
             file.write(digest.digest())
@@ -121,7 +126,7 @@ def read_slot(path: Path, model: str = "") -> tuple[Any, int]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def _class(path: Path, name: str) -> Any:

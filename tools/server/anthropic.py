@@ -50,7 +50,7 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
         out["tools"] = [_tool(tool) for tool in body["tools"]]
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
-        kind = choice.get("type")
+        kind: Any = choice.get("type")
         out["tool_choice"] = {"any": "required", "tool": "required", "none": "none"}.get(kind, "auto")
         if kind == "tool" and isinstance(choice.get("name"), str):
             out["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}

@@ -22,6 +22,7 @@ from . import anthropic, embeddings, infill, model_info, native, openai, respons
 from .errors import ApiError, as_api_error
 from .listen import addresses, make_server, open_sockets
 from .metrics import Metrics
+from .request_log import RequestLog
 from .respond import JsonResponse, error_response
 from .state import DRAIN_S, Loaded, ServerState
 from .transport import Transport
@@ -168,6 +169,7 @@ class Server:
     async def _serve(self, sockets: list[Any]) -> None:
         self.loop = asyncio.get_running_loop()
         loaded: list[Loaded] = []
+        requests = RequestLog()
 
         def load() -> Any:
             loaded.append(self.load())
@@ -175,6 +177,7 @@ class Server:
 
         def after_step(engine: Any, events: list[Any]) -> None:
             self.metrics.after_step(engine, events)
+            requests.after_step(engine, events)
 
         self.state.worker = EngineWorker(
             load, self.loop, lambda engine: self.state.ready(loaded[0]), self._on_death, after_step

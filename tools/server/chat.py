@@ -137,7 +137,7 @@ def read_tools(body: dict[str, Any], jinja: bool) -> ToolUse:
 
 def _named(choice: dict[str, Any], tools: list[dict[str, Any]]) -> str:
     function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
+    name: Any = function.get("name") if isinstance(function, dict) else None
     known = [tool["function"]["name"] for tool in tools]
     if name not in known:
         raise ApiError(f"tool_choice names the function {name!r}; the tools are: {', '.join(known) or 'none'}")

@@ -292,7 +292,7 @@ class Reader:
     def _preserved(self, value: Any) -> list[int]:
         if not isinstance(value, list):
             raise ApiError(f"Field 'preserved_tokens': {type_error('array', value)}")
-        out = []
+        out: list[int] = []
         for text in value:
             if not isinstance(text, str):
                 raise ApiError(f"Field 'preserved_tokens': {type_error('string', text)}")

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ggufspec.errors import GgufspecError
 from ggufspec.grammar import GrammarSpec, GrammarState
+from ggufspec.job import Request
 
 from .answer import Answer, Step
 from .errors import ApiError, parse_object, type_error
@@ -120,7 +121,8 @@ async def run_completion(
 ) -> Response:
     """Submit every prompt `n` times and answer in the form `make_form(is_list)` makes."""
     await check_grammar(state, task)
-    answers, requests = [], []
+    answers: list[Answer] = []
+    requests: list[Request | None] = []
     for prompt in prompts:
         for i in range(task.n_cmpl):
             answers.append(Answer(len(answers), task, prompt, state.model.tokenizer))

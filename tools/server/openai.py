@@ -66,8 +66,10 @@ class TextForm(_Envelope):
             }
 
     def delta(self, answer: Answer, step: Step) -> Iterable[Chunk]:
-        more = {"timings": answer.timings} if self.task.timings_per_token else {}
-        yield self._choice(answer, step.text, step.probs, **more)
+        chunk = self._choice(answer, step.text, step.probs)
+        if self.task.timings_per_token:
+            chunk["timings"] = answer.timings
+        yield chunk
 
     def last(self, answer: Answer) -> Iterable[Chunk]:
         yield self._choice(
