@@ -175,16 +175,18 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--spec-type", default="draft-mtp")
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--cache-ram", type=int, default=16)
     options = parser.parse_args()
-    argv = ("-np", str(options.slots), "-c", str(256 * options.slots), "--spec-type", options.spec_type, "-cram", "64")
-    with Process(*argv) as server:
+    argv = ("-np", str(options.slots), "-c", str(256 * options.slots), "--spec-type", options.spec_type)
+    with Process(*argv, "--cache-ram", str(options.cache_ram)) as server:
         start = time.monotonic()
         report = run(server.address, server.process.pid, options.seconds, options.streams, options.tokens)
         seconds = time.monotonic() - start
     print(f"{report.finished} answers finished ({report.slow} read slowly), {report.cancelled} cancelled,")
     print(f"{report.refused} bad bodies refused in {seconds:.0f} s; {report.tokens / seconds:.1f} tokens/s")
-    memory = report.memory_mib
-    print(f"memory {min(memory):.0f} to {max(memory):.0f} MiB, at the end {memory[-1]:.0f}")
+    n = max(len(report.memory_mib) // 4, 1)
+    quarters = [statistics.median(report.memory_mib[i * n : (i + 1) * n] or [0]) for i in range(4)]
+    print("memory, median of each quarter:", ", ".join(f"{mib:.0f}" for mib in quarters), "MiB")
     for line in report.wrong[:20]:
         print("WRONG:", line)
     return 1 if report.wrong else 0
