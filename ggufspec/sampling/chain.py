@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ggufspec.errors import ConfigError
+from ggufspec.kernels.draw.plain import WEIGHT_ONE
 from ggufspec.sampling.dry import dry_penalties
 from ggufspec.sampling.infill import infill
 from ggufspec.sampling.params import BoundParams, SamplingParams
 from ggufspec.sampling.uniform import CHOICE, XTC, uniform_scalar
-
-WEIGHT_ONE = 2.0**40
 
 
 @dataclass(frozen=True)

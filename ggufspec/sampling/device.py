@@ -18,24 +18,15 @@ import torch
 from torch import Tensor
 
 from ggufspec.kernels import select
+from ggufspec.kernels.draw import Limits, draw
 from ggufspec.sampling.params import SamplingParams
-from ggufspec.sampling.uniform import CHOICE, stream_key, uniform_of_keys
-
-WEIGHT_ONE = 2.0**40  # integer weight of the most likely candidate; 2**22 candidates still fit an int64
+from ggufspec.sampling.uniform import CHOICE, stream_key
 
 
 @dataclass
-class RowParams:
-    """Parameters of R rows as device tensors, [R] each. `copy_` refills the buffers a graph was captured
-    with.
-    """
+class RowParams(Limits):
+    """Parameters of R rows as device tensors, [R] each. `copy_` refills the buffers a graph was captured with."""
 
-    key: Tensor  # int64, stream key of the seed (uniform.stream_key)
-    temperature: Tensor  # float64, <= 0: the largest logit
-    top_k: Tensor  # int64, 1..K
-    top_p: Tensor  # float64, >= 1 off
-    min_p: Tensor  # float64, <= 0 off
-    min_keep: Tensor  # int64
     last_n: Tensor  # int64, 0: no penalties
     repeat: Tensor  # float32
     frequency: Tensor  # float32
@@ -133,44 +124,6 @@ def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return logits.gather(1, chosen), chosen
 
 
-def weights(logits: Tensor, keep: Tensor, temperature: Tensor) -> Tensor:
-    """Integer weights [R, K] of candidates [R, K] float64 sorted falling: floor(2**40 * exp((l - max) /
-    t)), 0 where not kept. temperature [R] float64; a temperature <= 0 leaves the first candidate alone.
-    """
-    cold = (temperature <= 0)[:, None]
-    t = torch.where(cold, 1.0, temperature[:, None])
-    scaled = torch.exp((logits - logits[:, :1]) / t)
-    first = torch.arange(logits.shape[1], device=logits.device) == 0
-    # The best candidate always weighs one: a row of -inf (everything masked) still has a defined choice.
-    w = torch.where(first, WEIGHT_ONE, torch.where(torch.isfinite(logits), scaled * WEIGHT_ONE, 0.0))
-    return torch.where(keep & (first | ~cold), w, 0.0).to(torch.int64)
-
-
-def filter_candidates(logits: Tensor, params: RowParams) -> Tensor:
-    """Which of the sorted candidates [R, K] float64 survive top_k, top_p and min_p: bool [R, K]."""
-    index = torch.arange(logits.shape[1], device=logits.device)[None, :]
-    keep = index < params.top_k[:, None]
-    w = weights(logits, keep, torch.ones_like(params.temperature))
-    before = (w.cumsum(1) - w).to(torch.float64)  # weight of the better candidates
-    total = w.sum(1, keepdim=True).to(torch.float64)
-    must = index < params.min_keep[:, None]
-    top_p = params.top_p[:, None]
-    keep &= (top_p >= 1) | (before < top_p * total) | must | (index == 0)
-    min_p = params.min_p[:, None]
-    threshold = logits[:, :1] + torch.log(min_p.clamp_min(1e-300))
-    keep &= (min_p <= 0) | (logits >= threshold) | must
-    return keep
-
-
-def choose(w: Tensor, u: Tensor) -> Tensor:
-    """Index [R] of the first candidate whose running weight exceeds u * total. w [R, K] int64, u [R]
-    float64.
-    """
-    running = w.cumsum(1)
-    target = torch.minimum((u * running[:, -1].to(torch.float64)).to(torch.int64), running[:, -1] - 1)
-    return (running <= target[:, None]).sum(1)
-
-
 @dataclass(frozen=True)
 class Choice:
     """Chosen tokens [R] int64 and what they were chosen from: ids [R, K], weights [R, K] int64 (0: filtered
@@ -194,7 +147,5 @@ def sample(
     if history is not None:
         logits = penalize(logits, history, params)
     best, ids = top_candidates(logits, min(n_candidates, logits.shape[1]))
-    best = best.to(torch.float64)
-    w = weights(best, filter_candidates(best, params), params.temperature)
-    at = choose(w, uniform_of_keys(params.key, positions))
-    return Choice(ids.gather(1, at[:, None])[:, 0], ids, w)
+    tokens, weights = draw(best, ids, params, positions)
+    return Choice(tokens, ids, weights)

@@ -17,8 +17,9 @@ Integer operations only until the last conversion, which is exact: CPU and CUDA 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from ggufspec.kernels.draw.plain import mix, uniform_of_keys
 
 CHOICE, XTC, CHOICE_MASKED, XTC_MASKED = 0, 1, 2, 3
 
@@ -47,26 +48,9 @@ def stream_key(seed: int, stream: int = CHOICE) -> int:
     return _signed(mix64(seed + GAMMA * (stream + 1)))
 
 
-def _shift(x: Tensor, n: int) -> Tensor:
-    """Logical right shift of int64 (torch's `>>` keeps the sign)."""
-    return (x >> n) & ((1 << (64 - n)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(_M1)
-    x = (x ^ _shift(x, 27)) * _signed(_M2)
-    return x ^ _shift(x, 31)
-
-
 def stream_keys(seeds: Tensor, stream: int = CHOICE) -> Tensor:
     """`stream_key` for a tensor of seeds (int64, any shape)."""
-    return _mix(seeds + _signed(GAMMA * (stream + 1)))
-
-
-def uniform_of_keys(keys: Tensor, positions: Tensor) -> Tensor:
-    """float64 in [0, 1) for stream keys and positions (int64, same shape or broadcast)."""
-    z = _mix(keys + (positions + 1) * _signed(GAMMA))
-    return _shift(z, 11).to(torch.float64) * 2.0**-53
+    return mix(seeds + _signed(GAMMA * (stream + 1)))
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: int = CHOICE) -> Tensor:
