@@ -58,7 +58,9 @@ class Graphs:
     def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Captured:
         if self.on_capture is not None:
             self.on_capture(name)
-        inputs = tuple(a if a.data_ptr() in self._fixed else a.clone() for a in arguments)
+        inputs = tuple(
+            a if a.data_ptr() in self._fixed else torch.empty_like(a, device=self.device).copy_(a) for a in arguments
+        )
         kept = [(t, t.clone()) for t in self.mutable()]
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -1,13 +1,14 @@
 """One decode step of several slots: draft, verify, choose; with or without a drafter the same path.
 
-The three stages work on device tensors alone, so that on a GPU each is one captured graph (see capture). The host
-writes four small tensors before a step and reads one after it.
+Its stages work on device tensors alone. On a GPU a step whose sampling and drafter need no host is one captured graph
+(see capture): the host writes one small table, replays, and reads one small table. Other steps capture what they can
+and run the rest eagerly; the arithmetic is the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .cache import Cache
 from .capture import Graphs
-from .choose import Choices, Chooser
+from .choose import Choices, Chooser, Plan
 from .drafters import Drafter
 from .drafters.synth import SyntheticAcceptance
 from .job import TokenOut
@@ -42,25 +43,29 @@ class Decoded:
 
 
 class Laps:
-    """Times of a step's phases. On a GPU they are taken with events, so that the host need not wait."""
+    """Times of a step's phases: draft, verify, sample, observe. On a GPU they are taken with events.
 
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
+    Events of a captured step are nodes of its graph and are recorded anew at every replay.
+    """
+
+    def __init__(self, device: torch.device, captured: bool = False):
+        self.make: Callable[[], Any] | None = None
+        if device.type == "cuda":
+            self.make = lambda: torch.cuda.Event(enable_timing=True, external=captured)
         self.marks: list[Any] = []
-        self.mark()
 
     def mark(self) -> None:
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
+        if self.make is None:
             self.marks.append(time.perf_counter())
+            return
+        event = self.make()
+        event.record()
+        self.marks.append(event)
 
     def ms(self) -> list[float]:
         """Milliseconds between marks; on a GPU call it after the device has finished."""
         pairs = zip(self.marks, self.marks[1:])
-        if self.cuda:
+        if self.make is not None:
             return [a.elapsed_time(b) for a, b in pairs]
         return [1000 * (b - a) for a, b in pairs]
 
@@ -75,11 +80,8 @@ class StepInputs:
     room: Tensor  # drafted tokens allowed
 
     @classmethod
-    def of(cls, slots: Sequence[Slot], limits: Sequence[int], device: torch.device) -> StepInputs:
-        host = torch.tensor([[s.id, s.last, s.n_past, limit] for s, limit in zip(slots, limits)]).T.contiguous()
-        if device.type == "cuda":
-            host = host.pin_memory().to(device, non_blocking=True)
-        return cls(*host.unbind(0))
+    def of(cls, table: Tensor) -> StepInputs:
+        return cls(*table.unbind(0))
 
 
 class Decoder:
@@ -98,16 +100,14 @@ class Decoder:
 
     def step(self, slots: Sequence[Slot], limits: Sequence[int], n: int) -> Decoded:
         """Decode once for `slots`, with a draft of n tokens of which at most limits[b] are verified for slot b."""
-        inputs = StepInputs.of(slots, limits, self.device)
-        laps = Laps(self.device)
-        draft, n_draft = self._draft(inputs, n)
-        laps.mark()
-        rows, output = self._verify(inputs, draft, n_draft)
-        laps.mark()
-        choices, summary = self._choose(rows, output, slots, self._uniforms(slots, rows.width - 1))
-        laps.mark()
-        self._observe(rows, output, summary)
-        laps.mark()
+        n = n if self.drafter is not None else 0
+        plan = self.chooser.plan(slots, n + 1)
+        table = torch.tensor([[s.id, s.last, s.n_past, limit] for s, limit in zip(slots, limits)]).T.contiguous()
+        uniforms = () if self.synthetic is None else (self.synthetic.draw([s.id for s in slots], n),)
+        if self.graphs is not None and plan is not None and (self.drafter is None or self.drafter.capturable):
+            choices, summary, laps = self._captured(self.graphs, table, plan, uniforms, n)
+        else:
+            choices, summary, laps = self._staged(table, plan, uniforms, slots, n)
         host = summary.tolist()
         emitted = [row[: row[-2] + 1] for row in host]
         for slot, tokens, row in zip(slots, emitted, host):
@@ -121,64 +121,72 @@ class Decoder:
             draft_ms + observe_ms, verify_ms, sample_ms,
         )
 
+    def _captured(self, graphs: Graphs, table: Tensor, plan: Plan, uniforms: tuple[Tensor, ...], n: int
+                  ) -> tuple[Choices, Tensor, Laps]:
+        """The whole step as one graph."""
+        n_params = len(plan.tensors)
+
+        def step(table: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Laps]:
+            laps = Laps(self.device, captured=torch.cuda.is_current_stream_capturing())
+            inputs = StepInputs.of(table)
+            laps.mark()
+            draft, n_draft = self._draft(inputs, n)
+            laps.mark()
+            rows, output = self._verify(inputs.slots, inputs.last, inputs.n_past, draft, n_draft)
+            laps.mark()
+            assert output.logits is not None
+            tokens = self.chooser.simple(output.logits, rows, plan.with_tensors(rest[:n_params]))
+            summary = self._settle(rows, tokens, rest[n_params:])
+            laps.mark()
+            self._observe(rows, output, summary[:, -2])
+            laps.mark()
+            return tokens, summary, laps
+
+        name = ("step", n, plan.n_candidates, n_params)
+        tokens, summary, laps = graphs.run(name, step, (table, *plan.tensors, *uniforms))
+        return Choices(tokens), summary, laps
+
+    def _staged(self, table: Tensor, plan: Plan | None, uniforms: tuple[Tensor, ...], slots: Sequence[Slot], n: int
+                ) -> tuple[Choices, Tensor, Laps]:
+        """Stage by stage: for the CPU, for sampling that needs the host, and for drafters that live there."""
+        inputs = StepInputs.of(table.to(self.device))
+        laps = Laps(self.device)
+        laps.mark()
+        draft, n_draft = self._draft(inputs, n)
+        laps.mark()
+        arguments = (inputs.slots, inputs.last, inputs.n_past, draft, n_draft)
+        if self.graphs is not None:
+            rows, output = self.graphs.run(("verify", n), self._verify, arguments)
+        else:
+            rows, output = self._verify(*arguments)
+        laps.mark()
+        assert output.logits is not None
+        if plan is not None:
+            choices = Choices(self.chooser.simple(output.logits, rows, plan))
+        else:
+            choices = self.chooser.general(output.logits, rows, slots)
+        summary = self._settle(rows, choices.tokens, uniforms)
+        laps.mark()
+        self._observe(rows, output, summary[:, -2])
+        laps.mark()
+        return choices, summary, laps
+
     # -- stages ------------------------------------------------------------------------------------------------
 
     def _draft(self, inputs: StepInputs, n: int) -> tuple[Tensor, Tensor]:
         """(tokens [B, n], how many count [B])"""
-        drafter = self.drafter
-        if drafter is None or n == 0:
+        if self.drafter is None or n == 0:
             return inputs.last.new_zeros(inputs.last.shape[0], 0), torch.zeros_like(inputs.last)
+        draft = self.drafter.propose(inputs.slots, inputs.last, inputs.n_past, n)
+        return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), inputs.room)
 
-        def stage(slots: Tensor, last: Tensor, n_past: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-            draft = drafter.propose(slots, last, n_past, n)
-            return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), room)
-
-        arguments = (inputs.slots, inputs.last, inputs.n_past, inputs.room)
-        if self.graphs is None or not drafter.capturable:
-            return stage(*arguments)
-        return self.graphs.run(("draft", n), stage, arguments)
-
-    def _verify(self, inputs: StepInputs, draft: Tensor, n_draft: Tensor) -> tuple[Rows, Output]:
+    def _verify(self, slots: Tensor, last: Tensor, n_past: Tensor, draft: Tensor, n_draft: Tensor
+                ) -> tuple[Rows, Output]:
         taps = self.drafter.taps if self.drafter is not None else ()
+        rows = lay_out(last, draft, n_draft, slots, n_past, self.target.n_vocab)
+        return rows, self.target.forward(rows, self.cache, taps=taps, logits="all")
 
-        def stage(slots: Tensor, last: Tensor, n_past: Tensor, draft: Tensor, n_draft: Tensor) -> tuple[Rows, Output]:
-            rows = lay_out(last, draft, n_draft, slots, n_past, self.target.n_vocab)
-            return rows, self.target.forward(rows, self.cache, taps=taps, logits="all")
-
-        arguments = (inputs.slots, inputs.last, inputs.n_past, draft, n_draft)
-        if self.graphs is None:
-            return stage(*arguments)
-        return self.graphs.run(("verify", draft.shape[1]), stage, arguments)
-
-    def _uniforms(self, slots: Sequence[Slot], n: int) -> tuple[Tensor, ...]:
-        """The random numbers of synthetic acceptance, [B, n], or nothing."""
-        return () if self.synthetic is None else (self.synthetic.draw([s.id for s in slots], n),)
-
-    def _choose(self, rows: Rows, output: Output, slots: Sequence[Slot], uniforms: tuple[Tensor, ...]
-                ) -> tuple[Choices, Tensor]:
-        """The target's tokens and, in one tensor for the host, [B, W + 2]: tokens, n_accepted, n_rows."""
-        assert output.logits is not None
-        logits = output.logits
-        plan = self.chooser.plan(slots, rows.width)
-        if plan is None:
-            choices = self.chooser.general(logits, rows, slots)
-            return choices, self._settle(rows, choices.tokens, uniforms)
-        n_params = len(plan.tensors)
-
-        def stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-            tokens = self.chooser.simple(logits, rows, plan.with_tensors(inputs[:n_params]))
-            return tokens, self._settle(rows, tokens, inputs[n_params : n_params + len(uniforms)])
-
-        inputs = (*plan.tensors, *uniforms)
-        if self.graphs is None:
-            tokens, summary = stage(*inputs)
-        else:
-            # logits and rows are the verify graph's own buffers: fixed places, so they need no copy
-            name = ("choose", rows.width, plan.n_candidates, n_params, logits.data_ptr(), rows.tokens.data_ptr())
-            tokens, summary = self.graphs.run(name, stage, inputs)
-        return Choices(tokens), summary
-
-    def _settle(self, rows: Rows, tokens: Tensor, uniforms: tuple[Tensor, ...]) -> Tensor:
+    def _settle(self, rows: Rows, tokens: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
         """Commit the accepted rows; [B, W + 2] for the host: tokens, n_accepted, n_rows."""
         if self.synthetic is not None:
             tokens, n_accepted = self.synthetic.settle(rows, tokens, uniforms[0], self.chooser.is_eog)
@@ -187,21 +195,10 @@ class Decoder:
         self.cache.accept(rows.slots, n_accepted + 1)
         return torch.cat([tokens, n_accepted[:, None], rows.n_rows[:, None]], dim=1)
 
-    def _observe(self, rows: Rows, output: Output, summary: Tensor) -> None:
-        drafter = self.drafter
-        if drafter is None:
-            return
-        n_accepted = summary[:, -2]
-        if self.graphs is None or not drafter.capturable:
-            drafter.observe(rows, output)
-            drafter.accept(rows.slots, n_accepted)
-            return
-
-        def stage(n_accepted: Tensor) -> None:
-            drafter.observe(rows, output)
-            drafter.accept(rows.slots, n_accepted)
-
-        self.graphs.run(("observe", rows.width, rows.tokens.data_ptr()), stage, (n_accepted,))
+    def _observe(self, rows: Rows, output: Output, n_accepted: Tensor) -> None:
+        if self.drafter is not None:
+            self.drafter.observe(rows, output)
+            self.drafter.accept(rows.slots, n_accepted)
 
     def n_accepted_rows(self, slot_id: int) -> int:
         """Rows of the slot's last step that were committed: the last token and the accepted drafts."""
