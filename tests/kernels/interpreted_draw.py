@@ -7,6 +7,10 @@ from ggufspec.kernels.draw import Limits, plain
 from ggufspec.kernels.draw import triton as kernel
 
 
+def between(low: float, high: float, n: int, g: torch.Generator) -> torch.Tensor:
+    return low + (high - low) * torch.rand(n, generator=g, dtype=torch.float64)
+
+
 def check() -> None:
     g = torch.Generator().manual_seed(0)
     for R, K in ((7, 64), (5, 40), (3, 1), (4, 300)):
@@ -16,15 +20,12 @@ def check() -> None:
             values[1] = float("-inf")
         ids = torch.stack([torch.randperm(5000, generator=g)[:K] for _ in range(R)])
         for case in range(6):
-            def row(low: float, high: float) -> torch.Tensor:
-                return low + (high - low) * torch.rand(R, generator=g, dtype=torch.float64)
-
             limits = Limits(
                 key=torch.randint(-(2**62), 2**62, (R,), generator=g),
-                temperature=row(-0.5, 2.0),
+                temperature=between(-0.5, 2.0, R, g),
                 top_k=torch.randint(1, K + 1, (R,), generator=g),
-                top_p=row(0.0, 1.3),
-                min_p=row(-0.1, 0.3),
+                top_p=between(0.0, 1.3, R, g),
+                min_p=between(-0.1, 0.3, R, g),
                 min_keep=torch.randint(1, 4, (R,), generator=g),
             )
             positions = torch.randint(0, 2**40, (R,), generator=g)

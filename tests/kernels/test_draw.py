@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 
-def test_kernel_equals_its_twin_in_the_interpreter():
+@pytest.mark.parametrize("script", ["interpreted_draw.py", "compiled_draw.py"])
+def test_kernel_equals_its_twin_and_compiles(script):
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    done = subprocess.run([sys.executable, "interpreted_draw.py"], cwd=here, capture_output=True, text=True, timeout=300)
+    folder = Path(__file__).parent
+    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
