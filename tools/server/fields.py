@@ -6,6 +6,7 @@ an integer field reads 1.7 or true, and the words of each refusal.
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from ggufspec.job import Speculation
 from ggufspec.sampling.params import SamplingParams, sampler_letters, sampler_names
 
 from .errors import ApiError, type_error
+
+log = logging.getLogger("ggufspec.server")
 
 INT_MAX = 2**31 - 1
 UNLIMITED = -1
@@ -210,6 +213,7 @@ class Reader:
         self.defaults = defaults
         self.tokenizer = tokenizer
         self.n_parallel = n_parallel
+        self._warned: set[str] = set()
         self._n_cmpl = {name: _hard_int(name, 1, n_parallel) for name in ("n", "n_cmpl")}
 
     def read(self, body: dict[str, Any]) -> Task:
@@ -243,10 +247,24 @@ class Reader:
         task.n_cmpl = self._completions(body)
         task.stop = _stops(body) if "stop" in body else list(self.defaults.stop)
         task.include_usage = _include_usage(body)
-        task.speculation = _speculation(body)
+        task.speculation = self._speculation(body)
         fields = body.get("response_fields")
         task.response_fields = [f for f in fields if isinstance(f, str)] if isinstance(fields, list) else []
         return task
+
+    def _speculation(self, body: dict[str, Any]) -> Speculation:
+        """`speculative.n_max`, flat or in an object `speculative` (llama-server ignores all of them)."""
+        nested = body.get("speculative")
+        found = dict(nested) if isinstance(nested, dict) else {}
+        for key, value in body.items():
+            if key.startswith("speculative."):
+                found[key.removeprefix("speculative.")] = value
+        for key in ("n_min", "p_min"):
+            if key in found and key not in self._warned:
+                self._warned.add(key)
+                log.warning("speculative.%s of a request has no effect: the command line's value holds", key)
+        n_max = found.get("n_max")
+        return Speculation(None if n_max is None else _hard_int("speculative.n_max", 0).read(n_max))
 
     def _limit(self, body: dict[str, Any]) -> int:
         for name in LIMIT_NAMES:
@@ -350,21 +368,3 @@ def _reasoning_format(value: Any) -> str:
     if value not in ("none", "auto", "deepseek", "deepseek-legacy"):
         raise ApiError(f"Field 'reasoning_format': Unknown reasoning format: {value}")
     return value
-
-
-def _speculation(body: dict[str, Any]) -> Speculation:
-    """`speculative.n_max`, `.n_min`, `.p_min`, flat or as one object (llama-server ignores them)."""
-    nested = body.get("speculative")
-    found = dict(nested) if isinstance(nested, dict) else {}
-    for key, value in body.items():
-        if key.startswith("speculative."):
-            found[key.removeprefix("speculative.")] = value
-
-    def get(item: Field, key: str) -> Any:
-        return item.read(found[key]) if found.get(key) is not None else None
-
-    return Speculation(
-        n_max=get(_hard_int("speculative.n_max", 0), "n_max"),
-        n_min=get(_hard_int("speculative.n_min", 0), "n_min"),
-        p_min=get(Field("speculative.p_min", "float", 0.0, 1.0, refuse=True), "p_min"),
-    )
