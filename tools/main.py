@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import logging
 import signal
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import click
 
 from ggufspec import __version__
-from ggufspec.errors import GgufspecError
+from ggufspec.errors import ConfigError, GgufspecError
 
 # name: what it does; the module ggufspec.tools.<name> has it as `command`
 COMMANDS = {
@@ -32,25 +33,31 @@ class CommandTable(click.Group):
     """Imports a subcommand's module only when that subcommand runs: `ggufspec --help` needs no torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [name for name in COMMANDS if importlib.util.find_spec(f"ggufspec.tools.{name}")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.list_commands(ctx):
             return None
-        module = importlib.import_module(f"ggufspec.tools.{cmd_name}")
+        try:
+            module = importlib.import_module(f"ggufspec.tools.{cmd_name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("ggufspec"):
+                raise
+            raise ConfigError(f"ggufspec {cmd_name} needs the package {error.name}: install it with pip") from None
         command: click.Command = module.command
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]):  # type: ignore[no-untyped-def]
-        if args and args[0] not in COMMANDS:
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else f"; commands are {', '.join(COMMANDS)}"
+        known = self.list_commands(ctx)
+        if args and args[0] not in known:
+            near = difflib.get_close_matches(args[0], known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else f"; commands are {', '.join(known)}"
             raise click.UsageError(f"there is no command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
 
 
 @click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})

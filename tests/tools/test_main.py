@@ -1,0 +1,60 @@
+"""The root command: the table of commands, and what a user sees when something is wrong."""
+
+import importlib
+import subprocess
+import sys
+
+import click
+import pytest
+
+from ggufspec.errors import FileError
+from ggufspec.tools import main
+
+
+def test_every_listed_command_loads():
+    table = main.commands
+    for name in table.list_commands(click.Context(table)):
+        command = table.get_command(click.Context(table), name)
+        assert isinstance(command, click.Command)
+    assert {"cli", "server", "perplexity", "quantize", "inspect"} <= set(table.list_commands(click.Context(table)))
+
+
+def test_help_needs_neither_torch_nor_a_command_module():
+    code = (
+        "import sys; from ggufspec.tools.main import run; status = run(['--help']);"
+        "assert status == 0; assert 'torch' not in sys.modules, 'torch'; assert 'ggufspec.tools.cli' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "perplexity" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "line"),
+    [
+        (FileError("m.gguf: cut off"), 1, "error: m.gguf: cut off"),
+        (FileError("error: invalid argument: -x"), 1, "error: invalid argument: -x"),
+        (ModuleNotFoundError("no", name="xllamacpp"), 1, "error: ggufspec cli needs the package xllamacpp"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_errors_become_one_line(monkeypatch, capsys, raised, status, line):
+    def load(name):
+        raise raised
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    monkeypatch.setattr(main.signal, "signal", lambda *args: None)
+    with monkeypatch.context() as keep:
+        keep.setattr(sys, "stdout", sys.stdout)
+        assert main.run(["cli"]) == status
+    assert capsys.readouterr().err.strip().startswith(line)
+
+
+def test_a_programming_error_is_not_hidden(monkeypatch):
+    def load(name):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    with pytest.raises(ZeroDivisionError):
+        main.run(["cli"])
