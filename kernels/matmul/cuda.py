@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ggufspec.errors import UnsupportedError
+from ggufspec.kernels import tune
 from ggufspec.kernels.matmul import repack
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight, WeightGroup
 
@@ -23,7 +24,7 @@ NARROW_TOKENS = 192  # above, unpacking once and multiplying in the library is q
 TOKEN_TILES = (8, 16, 32)
 UNPACK_ELEMENTS = 32 << 20  # float16 weights unpacked at a time
 MINIMUM_CAPABILITY = (7, 5)
-PART_COUNTS = (1, 4, 16, 64, 256)  # what the kernel is compiled for; a tile in fewer parts leaves some empty
+MOST_PARTS = 8  # a tile's parts cross memory and are added at its end: few tiles are not cut finer than this
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,26 @@ class Config:
         return min(255, 65536 // (32 * self.KW * self.WM * self.per_sm) // 8 * 8)
 
     def n_stages(self, block_bytes: int, n_tokens: int, shared_bytes: int) -> int:
-        """Stages that fit in a program's shared memory, at most `ST` (2 for wide tiles), perhaps less than 2."""
+        """Stages that fit in so much shared memory, at most `ST` (2 for wide tiles), perhaps less than 2."""
         stage = self.KW * (self.n_rows * block_bytes + n_tokens * repack.BLOCK * 2)
         return min(self.ST if n_tokens <= 16 else 2, shared_bytes // stage)
+
+
+# by measurement on one H200, for types and cards without entries in `kernels.tune`
+USUAL = Config(ST=4)
+SMALL = Config(MT=1, ST=3, per_sm=4)
+SMALL_BYTES = 32 << 20
+FLOATS = Config(MT=1, ST=3, per_sm=2)  # 16 bits a weight: stages are large
+
+
+def config_for(capability: tuple[int, int], type_name: str, rows: int, blocks: int, block_bytes: int) -> Config:
+    """The tuned config of the nearest shape, or a rule: small launches want more and shorter programs."""
+    tuned = tune.nearest(capability, type_name, rows, blocks)
+    if tuned is not None:
+        return Config(**tuned)
+    if block_bytes >= 2 * repack.BLOCK:
+        return FLOATS
+    return SMALL if rows * blocks * block_bytes < SMALL_BYTES else USUAL
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,12 @@ def upload(raw: Tensor, device: torch.device) -> Tensor:
 def pack(raw: Tensor, type_name: str, shape: tuple[int, int], device: torch.device) -> PackedWeight:
     """File bytes [rows, row_bytes] to the kernels' arrays on the device (types of `repack.FORMS`), else file bytes."""
     capability(device.index)
-    raw = upload(raw, device)
+    with torch.cuda.device(device):
+        return _pack(upload(raw, device), type_name, shape, device)
+
+
+def _pack(raw: Tensor, type_name: str, shape: tuple[int, int], device: torch.device) -> PackedWeight:
+    """Bytes on the device to arrays."""
     shift = None
     if type_name in repack.FORMS:
         shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
@@ -157,6 +180,11 @@ def unpack(weight: PackedWeight) -> Tensor:
 
 
 # ---- groups
+
+
+def block_bytes_of(parts: dict[str, Tensor]) -> int:
+    """Bytes of one row's super-block over all arrays."""
+    return sum(p[0, 0].numel() * p.element_size() for p in parts.values())
 
 
 def _with_shift(weight: PackedWeight, shift: int) -> dict[str, Tensor]:
@@ -195,7 +223,9 @@ def _launch(members: tuple[int, ...], weights: list[PackedWeight]) -> tuple[Laun
     row_start = torch.repeat_interleave(torch.tensor([*starts, 0]), repeats).int().to(device)
     row_width = torch.repeat_interleave(torch.tensor([*n_rows, 0]), repeats).int().to(device)
     arrived = torch.zeros(padded // 32 * -(-NARROW_TOKENS // TOKEN_TILES[0]), dtype=torch.int32, device=device)
-    return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, arrived, Config()), views
+    blocks = parts["low"].shape[0]
+    config = config_for(capability(device.index), type_name, total, blocks, block_bytes_of(parts))
+    return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, arrived, config), views
 
 
 def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
@@ -217,10 +247,31 @@ def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
 
 
 @functools.cache
-def card(index: int | None) -> tuple[int, int]:
-    """Multiprocessors, and the shared memory a program may have, less what the compiler wants for itself."""
+def card(index: int | None) -> tuple[int, int, int]:
+    """Multiprocessors, and the shared memory of a multiprocessor and the most one program may have."""
     properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin - 2048
+    return (
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+    )
+
+
+RESERVED_BYTES = 2048  # of shared memory, a program, for the driver and the compiler's own use
+
+
+def tile_and_stages(config: Config, block_bytes: int, n_tokens: int, shared: int, most: int) -> tuple[int, int]:
+    """Tokens a tile, and stages: room is left for `per_sm` programs where two stages allow it.
+
+    shared: bytes of shared memory of a multiprocessor; most: what one program may have.
+    """
+    tile = next((n for n in TOKEN_TILES if n >= n_tokens), TOKEN_TILES[-1])
+    while True:
+        for room in (min(shared // config.per_sm, most), most):
+            stages = config.n_stages(block_bytes, tile, room - RESERVED_BYTES)
+            if stages >= 2:
+                return tile, stages
+        tile //= 2
 
 
 @dataclass(frozen=True)
@@ -242,9 +293,9 @@ def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
     """Shares of `n_rows` (padded) rows by `n_blocks` super-blocks for about `n_programs` programs."""
     units = -(-n_blocks // config.KW)
     n_tiles = n_rows // config.n_rows
-    per_program = -(-units * n_tiles // n_programs)
+    per_program = max(-(-units * n_tiles // n_programs), -(-units // (MOST_PARTS - 1)))
     parts = max(((t + 1) * units - 1) // per_program - t * units // per_program + 1 for t in range(n_tiles))
-    return Cut(units, units * n_tiles, per_program, next(n for n in PART_COUNTS if n >= parts))
+    return Cut(units, units * n_tiles, per_program, parts)
 
 
 def run(
@@ -260,11 +311,8 @@ def run(
     config = config or launch.config
     form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
     n_tokens, device = a.rows.shape[0], a.rows.device
-    n_multiprocessors, shared_bytes = card(device.index)
-    block_bytes = sum(p[0, 0].numel() * p.element_size() for p in parts.values())
-    tile = next((n for n in TOKEN_TILES if n >= n_tokens), TOKEN_TILES[-1])
-    while config.n_stages(block_bytes, tile, shared_bytes) < 2:
-        tile //= 2
+    n_multiprocessors, *shared_bytes = card(device.index)
+    tile, stages = tile_and_stages(config, block_bytes_of(parts), n_tokens, *shared_bytes)
     n_tiles = -(-n_tokens // tile)
     share = cut(launch.padded_rows, launch.n_super_blocks, config, config.per_sm * n_multiprocessors)
     n_parts = max(n_parts, share.n_parts)
@@ -276,12 +324,12 @@ def run(
     pdl = capability(device.index) >= (9, 0) if pdl is None else pdl
     assert a.scale is not None
     narrow[(share.n_programs, n_tiles)](
-        low, parts.get("high", low), parts["scale"], parts.get("d", parts.get("min", low)),
+        low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
         a.rows, a.scale, out, launch.row_start, launch.row_width, partial, launch.arrived,
         launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
         2.0**-power, pair(minimum), pair(-1024 * minimum),
         LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
-        KW=config.KW, WM=config.WM, MT=config.MT, ST=config.n_stages(block_bytes, tile, shared_bytes),
+        KW=config.KW, WM=config.WM, MT=config.MT, ST=stages,
         PARTS=n_parts, PDL=pdl,
         num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
     )  # fmt: skip

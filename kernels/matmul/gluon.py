@@ -114,6 +114,18 @@ mul.rn.f16x2 $1, $3, $5;
 }""")
 
 
+# Four words of float16 pairs as they are, or of bfloat16 pairs widened and rounded to float16
+FLOAT16 = gl.constexpr("{\nmov.b32 $0, $4;\nmov.b32 $1, $12;\nmov.b32 $2, $20;\nmov.b32 $3, $28;\n}")
+BFLOAT16 = gl.constexpr(
+    "{\n.reg .b32 v, x;\n"
+    + "".join(
+        f"shl.b32 v, ${4 + 8 * k}, 16;\nand.b32 x, ${4 + 8 * k}, 0xffff0000;\ncvt.rn.f16x2.f32 ${k}, x, v;\n"
+        for k in range(4)
+    )
+    + "}"
+)
+
+
 @constexpr_function
 def quant_ptx(low, high, tl):
     """One low word (two when 8 bits wide) and, with `high`, its word of high bits, to eight float16.
@@ -122,11 +134,10 @@ def quant_ptx(low, high, tl):
     high word the bits are.
     """
     if low == 8:
-        lo, hi, scale, add = 4, 12, 20, 28
         lines = [".reg .b32 v;"]
-        for k, word in enumerate((lo, lo, hi, hi)):
-            v = f"prmt.b32 v, ${word}, 0, {'0x4240' if k % 2 == 0 else '0x4341'};"
-            lines += [v, f"fma.rn.f16x2 ${k}, v, ${scale}, ${add};"]
+        for k, from_word in enumerate((4, 4, 12, 12)):
+            lines.append(f"prmt.b32 v, ${from_word}, 0, {'0x4240' if k % 2 == 0 else '0x4341'};")
+            lines.append(f"fma.rn.f16x2 ${k}, v, $20, $28;")
         return "{\n" + "\n".join(lines) + "\n}"
     n = 1 if high else 0
     w, h, scale, sixteenth, add = 4, 12, 12 + 8 * n, 20 + 8 * n, 28 + 8 * n
@@ -185,9 +196,8 @@ def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr
 @constexpr_function
 def low_layout(LOW, KW, WM, MT):
     """[KW, M, 8 LOW] words, in the lane that multiplies them."""
-    return tile_layout(KW, WM, MT, [32], [[1], [2], [16]], [[4], [8]]) if LOW == 4 else (
-        tile_layout(KW, WM, MT, [64], [[1], [2], [16], [32]], [[4], [8]])
-    )
+    steps = [[16], [32], [64]][: {4: 1, 8: 2, 16: 3}[LOW]]
+    return tile_layout(KW, WM, MT, [8 * LOW], [[1], [2], *steps], [[4], [8]])
 
 
 @constexpr_function
@@ -200,10 +210,16 @@ def high_layout(HIGH, KW, WM, MT):
 
 @gluon.jit
 def low_words(w, LOW: gl.constexpr):
-    """A super-block's low words by t: eight tensors [KW, M, 4, 1] (twice eight when quants have 8 bits)."""
+    """A super-block's low words by t: eight tensors [KW, M, 4, 1]; twice eight with 8 bits, four times with 16."""
     if LOW == 4:
         w = gl.reshape(w, [w.shape[0], w.shape[1], 2, 4, 4])
         return eight_words(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [w.shape[0], w.shape[1], 4, 8]))
+    elif LOW == 16:
+        w = gl.reshape(w, [w.shape[0], w.shape[1], 8, 4, 4])
+        even, odd = halve(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [w.shape[0], w.shape[1], 4, 32]), 16)
+        w0, w2 = halve(even, 8)
+        w1, w3 = halve(odd, 8)
+        return eight_words(w0), eight_words(w1), eight_words(w2), eight_words(w3)
     else:
         w = gl.reshape(w, [w.shape[0], w.shape[1], 4, 4, 4])
         first, second = halve(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [w.shape[0], w.shape[1], 4, 16]), 8)
@@ -228,7 +244,13 @@ def weights_at(t: gl.constexpr, words, highs, scales, zero, LOW: gl.constexpr, H
     s, s16, add = scales[t // 4] if SCALE == "int8" else scales[0]
     s, s16, add = spread(s, zero), spread(s16, zero), spread(add, zero)
     ptx: gl.constexpr = quant_ptx(LOW, HIGH, t % 4)
-    if LOW == 8:
+    if LOW == 16:
+        a, b, c, d = words
+        return gl.inline_asm_elementwise(
+            BFLOAT16 if SCALE == "bf16" else FLOAT16, constraints(4, 32),
+            [spread(a[t], zero), spread(b[t], zero), spread(c[t], zero), spread(d[t], zero)], gl.float16, True, 8,
+        )  # fmt: skip
+    elif LOW == 8:
         return gl.inline_asm_elementwise(
             ptx, constraints(4, 32), [spread(words[0][t], zero), spread(words[1][t], zero), s, add],
             gl.float16, True, 8,
@@ -276,6 +298,8 @@ def decode_scales(own, other, min_scale, min_bias, SCALE: gl.constexpr, OFFSET: 
             HALF, constraints(2, 3), [own, sixteenth, zero + lift], (gl.int32, gl.int32), True, 1
         )
         return ((own, s16, add),)
+    elif SCALE == "none" or SCALE == "bf16":
+        return ((own, own, own),)
     else:
         s16, add = gl.inline_asm_elementwise(
             HALF_MIN, constraints(2, 4), [own, other, sixteenth, zero + min_scale], (gl.int32, gl.int32), True, 1
@@ -358,18 +382,19 @@ def narrow(
     LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
     LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [KW, WM, 1], [2, 1, 0])
     w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, True))
-    s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
     copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
-    copies = copies + ((s_s,) + tile_pointers(scale, rows, LCS, KW, M, 4),)
+    if LOW < 16:
+        s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+        copies = copies + ((s_s,) + tile_pointers(scale, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
     if HIGH:
         h_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, H], shared_layout(KW, M, H, False))
-        copies = copies + ((h_s,) + tile_pointers(high, rows, LCH, KW, M, H),)
+        copies = copies + ((h_s,) + tile_pointers(high, rows, LCH, KW, M, H),)  # type: ignore[assignment]
     if SCALE == "int8":
         e_s = gl.allocate_shared_memory(gl.int16, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
-        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCD, KW, M, 1),)
+        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCD, KW, M, 1),)  # type: ignore[assignment]
     if SCALE == "half_min":
         e_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
-        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)
+        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
     x_s = gl.allocate_shared_memory(gl.float16, [ST, KW, N, 256], rows_layout(KW, N))
     kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
     n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
@@ -411,7 +436,7 @@ def narrow(
         highs = words
         if HIGH:
             highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
-        own = s_s.index(at).load(LC)
+        own = s_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
         if SCALE == "int8":
             other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
         elif SCALE == "half_min":
@@ -486,7 +511,9 @@ def unpack(
     m_c = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LC))), 0, 2)
     c_c = expand(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LC))), 0, 1)
     inside = m0 + m_c < limit
-    own = gl.load(scale + ((at + m_c) * 4 + c_c), mask=inside, other=0)
+    own = gl.zeros([1, M, 4], gl.int32, LC)
+    if LOW < 16:
+        own = gl.load(scale + ((at + m_c) * 4 + c_c), mask=inside, other=0)
     other = own
     if SCALE == "int8":
         other = gl.load(extra + (at + m_c), mask=inside, other=0)

@@ -18,6 +18,8 @@ neighbouring places (h = 0, 1) are one float16 pair. Activations stand in the sa
                                                         8 words at 2 c + t div 4
            2 bits: word (c, t div 2), quant (t mod 2, i, h) at bit 16 h + 8 (t mod 2) + 4 (i mod 2) + 2 (i div 2).
                                                         16 words at 4 c + t div 2
+           16 bits: word (t, c, i), element h at bit 16 h.
+                                                        128 words at 16 t + 4 c + i
     scale  word c, see `Form`                           4 words
 
 Scales in float16 are stored times 2^shift (exact: shift >= 0), chosen so that the kernel's products stay normal.
@@ -43,7 +45,8 @@ class Form:
     low, high: bits a quant has in either array. scale: `six_bit` (6-bit scale and minimum pairs of sub-blocks c and
     c + 4 at bits 0 and 6 of each half, and a nibble of the block's float16 d and dmin at bit 12), `int8` (bytes for
     the 16-groups 2c, 2c+8, 2c+1, 2c+9, plus 128; `d` float16 beside), `half` (the float16 pair of c and c + 4),
-    `half_min` (the same, and `min` with the pair of minima). offset: what a stored quant exceeds its value by.
+    `half_min` (the same, and `min` with the pair of minima), `none` and `bf16` (16-bit floats, no scales). offset:
+    what a stored quant exceeds its value by.
     """
 
     low: int
@@ -61,6 +64,8 @@ FORMS: dict[str, Form] = {
     "Q4_K": Form(4, 0, "six_bit", 0),
     "Q5_K": Form(4, 1, "six_bit", 0),
     "Q6_K": Form(4, 2, "int8", 32),
+    "F16": Form(16, 0, "none", 0),
+    "BF16": Form(16, 0, "bf16", 0),
 }
 
 LARGEST_QUANT_SCALE = {"six_bit": 63, "int8": 128, "half": 1, "half_min": 1}
@@ -205,6 +210,19 @@ def high_quants(w: Tensor, n_bits: int) -> Tensor:
     return h.flatten(-7) << 4
 
 
+def float_words(raw: Tensor) -> Tensor:
+    """Rows of 16-bit floats uint8 [R, 2 K] to words [R, S, 128]."""
+    x = raw.contiguous().view(torch.int16)
+    x = functional.pad(x, (0, -x.shape[1] % BLOCK))
+    return order(x).contiguous().view(torch.int32).unflatten(-1, (-1, BLOCK // 2))
+
+
+def float_bytes(w: Tensor, n_columns: int) -> Tensor:
+    """The inverse of `float_words`."""
+    x = disorder(w.flatten(1).contiguous().view(torch.int16))
+    return x[:, :n_columns].contiguous().view(torch.uint8)
+
+
 # ---- scales to words and back
 
 
@@ -285,14 +303,16 @@ def scale_at(type_name: str) -> int:
 
 
 def largest_scale(raw: Tensor, type_name: str) -> Tensor:
-    """Largest |d| of the blocks' scales, a float32 scalar tensor (inf or nan if one is)."""
+    """Largest |d| of the blocks' scales, a float32 scalar tensor (inf or nan if one is; 0 without scales)."""
+    if FORMS[type_name].low == 16:
+        return torch.zeros(())
     b = raw.unflatten(-1, (-1, layouts.BY_NAME[type_name].n_bytes))
     return _half_bits(b, scale_at(type_name)).float().abs().amax()
 
 
 def shift_for(largest: float, type_name: str) -> int | None:
     """The power of two that brings the largest sub-block scale just under float16's maximum; None: no such one."""
-    top = largest * LARGEST_QUANT_SCALE[FORMS[type_name].scale]
+    top = largest * LARGEST_QUANT_SCALE.get(FORMS[type_name].scale, 0)
     if not top < 65504:
         return None
     if top == 0:
@@ -303,7 +323,10 @@ def shift_for(largest: float, type_name: str) -> int | None:
 
 def repack(raw: Tensor, type_name: str, shift: int) -> Parts:
     """File rows uint8 [R, row_bytes] to arrays [S, R, n] (`d`: [S, R])."""
-    form, b = FORMS[type_name], blocks_of(raw, type_name)
+    form = FORMS[type_name]
+    if form.low == 16:
+        return {"low": float_words(raw).transpose(0, 1)}
+    b = blocks_of(raw, type_name)
     q = quants_of(b, type_name)
     parts = {"low": low_words(q, form.low)}
     if form.high:
@@ -324,6 +347,8 @@ def unrepack(parts: Parts, type_name: str, n_columns: int, shift: int) -> Tensor
     """The inverse of `repack`: file rows uint8 [R, row_bytes]."""
     form, layout = FORMS[type_name], layouts.BY_NAME[type_name]
     p = {name: part.transpose(0, 1) for name, part in parts.items()}
+    if form.low == 16:
+        return float_bytes(p["low"], n_columns)
     q = low_quants(p["low"], form.low)
     if form.high:
         q = q | high_quants(p["high"], form.high)

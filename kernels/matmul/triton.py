@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ggufspec.kernels.matmul.repack import BLOCK, FORMS, Form, n_super_blocks
-from ggufspec.kernels.matmul.values import element_at, file_value, form_value, place_of
+from ggufspec.kernels.matmul.values import element_at, file_value, float_value, form_value, place_of
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight
 
 ROWS, TOKENS, COLUMNS = 32, 16, 64  # a tile of `multiply`: weight rows, tokens, columns a step
@@ -64,7 +64,9 @@ def value(
     LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Elements e of a super-block of some rows, from the kernels' arrays (LOW > 0) or from file bytes (`low`)."""
-    if LOW:
+    if LOW == 16:
+        return float_value(low, row.to(tl.int64) + block.to(tl.int64) * rows, e, mask, SCALE)
+    elif LOW:
         at = row.to(tl.int64) + block.to(tl.int64) * rows
         return form_value(low, high, scale, extra, at, e, unit, mask, LOW, HIGH, SCALE, OFFSET)
     else:
@@ -155,7 +157,7 @@ def source_of(weight: PackedWeight) -> Source:
         raw = parts["file"]
         return Source((raw, raw, raw, raw), 0, raw.shape[1], 1.0, Form(0, 0, "file", 0), weight.type_name)
     low = parts["low"]
-    other = (parts.get("high", low), parts["scale"], parts.get("d", parts.get("min", low)))
+    other = (parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)))
     rows = low.stride(0) // low.shape[2]
     return Source((low, *other), rows, 0, 2.0**-weight.shift, FORMS[weight.type_name], weight.type_name)
 

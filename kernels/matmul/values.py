@@ -69,6 +69,14 @@ def form_value(
 
 
 @triton.jit
+def float_value(low, at, e, mask, SCALE: tl.constexpr):
+    """The same of the types of 16-bit floats."""
+    h, c, t, i = e // 128, e // 32 % 4, e // 4 % 8, e % 4
+    bits = tl.load(low + at * 128 + (16 * t + 4 * c + i), mask, 0) >> (16 * h)
+    return (bits << 16).to(tl.float32, bitcast=True) if SCALE == "bf16" else as_half(bits)
+
+
+@triton.jit
 def iq4_value(q):
     """The table of IQ4_NL and IQ4_XS at q (0..15)."""
     half = tl.where(q < 8, IQ4_LOW, IQ4_HIGH).to(tl.int64)

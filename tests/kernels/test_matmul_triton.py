@@ -69,11 +69,11 @@ def test_kernels_compile(capability, monkeypatch):
     from ggufspec.kernels.matmul import triton
 
     # a card with the shared memory of a consumer one: Q8_0 at 32 tokens must find a smaller tile
-    monkeypatch.setattr(cuda, "card", lambda index: (68, 99 << 10))
+    monkeypatch.setattr(cuda, "card", lambda index: (68, 100 << 10, 99 << 10))
     monkeypatch.setattr(cuda, "capability", lambda index: divmod(capability, 10))
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: torch.zeros(a.shape[0], b.shape[1]))
     with compiling(capability) as names:
-        for type_name in ("Q4_K", "Q6_K", "Q8_0", "BF16"):
+        for type_name in ("Q4_K", "Q6_K", "Q8_0", "BF16", "IQ4_XS"):
             group = cuda.fuse((weights(type_name)[-1],))
             for n_tokens in (2, 40, 200):
                 a = triton.prepare(torch.zeros(n_tokens, COLUMNS), pdl=capability >= 90)

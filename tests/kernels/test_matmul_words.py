@@ -77,6 +77,11 @@ def run_ptx(text: str, operands: dict[int, int]) -> dict[int, int]:
         elif op == "prmt.b32":
             source = [(v[0] >> 8 * k) & 255 for k in range(4)] + [(v[1] >> 8 * k) & 255 for k in range(4)]
             r = sum(source[(v[2] >> 4 * k) & 7] << 8 * k for k in range(4))
+        elif op == "mov.b32":
+            r = v[0]
+        elif op == "cvt.rn.f16x2.f32":
+            high, low = (torch.tensor(x, dtype=torch.uint32).view(torch.float32).double() for x in v)
+            r = pack(torch.stack((low, high)))
         elif op == "add.rn.f16x2":
             r = pack(halves(v[0]) + halves(v[1]))
         elif op == "mul.rn.f16x2":
@@ -102,7 +107,7 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
     for row in range(2):
         low = [u32(w) for w in parts["low"][0, row]]
         high = [u32(w) for w in parts["high"][0, row]] if form.high else []
-        scale = [u32(w) for w in parts["scale"][0, row]]
+        scale = [u32(w) for w in parts["scale"][0, row]] if "scale" in parts else [0] * 4
         for c in range(4):
             if form.scale == "six_bit":
                 d = 0
@@ -116,6 +121,8 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                 extra = (0x64646464, word(-1152), sixteenth, word(-32 * 2.0**-24))
                 r = run_ptx(gluon.INT8.value, dict(zip(range(6, 12), (scale[c], d, *extra))))
                 triples = [(r[0], r[1], r[2]), (r[3], r[4], r[5])]
+            elif form.low == 16:
+                triples = []
             elif form.scale == "half":
                 lift = word(-form.offset * 2.0**-24)
                 r = run_ptx(gluon.HALF.value, {2: scale[c], 3: sixteenth, 4: lift})
@@ -126,8 +133,10 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                 r = run_ptx(gluon.HALF_MIN.value, args)
                 triples = [(scale[c], r[0], r[1])] * 2
             for t in range(8):
-                s, s16, add = triples[t // 4]
-                if form.low == 8:
+                s, s16, add = triples[t // 4] if triples else (0, 0, 0)
+                if form.low == 16:
+                    args = {4 + 8 * i: low[16 * t + 4 * c + i] for i in range(4)}
+                elif form.low == 8:
                     at = 16 * (t // 2) + 4 * c + 2 * (t % 2)
                     args = {4: low[at], 12: low[at + 1], 20: s, 28: add}
                 else:
@@ -135,7 +144,11 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                     if form.high:
                         words.append(high[2 * c + t // 4 if form.high == 1 else 4 * c + t // 2])
                     args = {4 + 8 * k: w for k, w in enumerate([*words, s, s16, add])}
-                r = run_ptx(gluon.quant_ptx.fn(form.low, form.high, t % 4), args)
+                if form.low == 16:
+                    text = (gluon.BFLOAT16 if form.scale == "bf16" else gluon.FLOAT16).value
+                else:
+                    text = gluon.quant_ptx.fn(form.low, form.high, t % 4)
+                r = run_ptx(text, args)
                 for k in range(4):
                     pair = torch.tensor([r[k] & 0xFFFF, r[k] >> 16], dtype=torch.int32).to(torch.int16)
                     place = 32 * t + 8 * c + 2 * k
@@ -143,3 +156,33 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
     got = repack.disorder(out) * 2.0 ** (24 - shift)
     error = (got - expected).abs().amax() / expected.abs().amax()
     assert error < 1e-3 and (got - expected).norm() / expected.norm() < 6e-4
+
+
+def test_a_cut_covers_every_unit_once_in_order():
+    from ggufspec.kernels.matmul.cuda import MOST_PARTS, Config, cut
+
+    for rows, blocks, n_programs in ((34816, 20, 264), (5120, 68, 528), (128, 20, 264), (128, 1, 264), (640, 24, 8)):
+        for config in (Config(), Config(MT=1), Config(KW=2, WM=2)):
+            c = cut(rows, blocks, config, n_programs)
+            assert c.units * config.KW >= blocks > (c.units - 1) * config.KW
+            assert c.n_units == c.units * (rows // config.n_rows)
+            assert 0 <= c.n_programs * c.per_program - c.n_units < c.per_program
+            programs = [{u // c.per_program for u in range(t * c.units, (t + 1) * c.units)} for t in range(3)]
+            programs = [p for p, first in zip(programs, range(0, c.n_units, c.units)) if first < c.n_units]
+            assert max(map(len, programs)) <= c.n_parts <= MOST_PARTS
+
+
+def test_stages_fit_the_shared_memory_of_small_and_large_cards():
+    from ggufspec.kernels.matmul.cuda import Config, config_for, tile_and_stages
+
+    for shared, most in ((100 << 10, 99 << 10), (164 << 10, 163 << 10), (228 << 10, 227 << 10)):
+        for type_name, form in repack.FORMS.items():
+            layout = layouts.BY_NAME[type_name]
+            block_bytes = layout.n_bytes * 256 // layout.n_elements
+            for n_tokens in (1, 9, 100):
+                config = config_for((9, 0), type_name, 5120, 20, block_bytes)
+                tile, stages = tile_and_stages(config, block_bytes, n_tokens, shared, most)
+                assert stages >= 2 and tile in (8, 16, 32), (type_name, form)
+                assert stages * (config.n_rows * block_bytes + tile * 512) < most
+    assert config_for((1, 0), "Q4_K", 5120, 20, 144) != config_for((1, 0), "Q4_K", 248320, 20, 144)
+    assert config_for((9, 0), "Q6_K", 250000, 20, 210) == Config(MT=2, ST=2, per_sm=3)
