@@ -26,6 +26,7 @@ from .steady import SteadyEngine, endless
 
 ALIASES = {"mtp": "draft-mtp", "dspark": "draft-dspark", "dflash": "draft-dflash", "dflash2": "draft-dflash"}
 DEFAULT_N_MAX = DraftOptions.n_max
+UNLIMITED = 1024  # lowered to what the drafter and a step can take
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,9 @@ class Bench:
 
 
 def natural_n_max(choice: DrafterChoice) -> int:
-    """What a block drafter was trained for; MTP chains and small models have no such length: llama.cpp's default."""
+    """What a block drafter was trained for, all that an n-gram drafter finds; else llama.cpp's default."""
+    if choice.kind.startswith("ngram"):
+        return UNLIMITED
     if choice.kind not in ("draft-dspark", "draft-dflash"):
         return DEFAULT_N_MAX
     if choice.path is None:

@@ -23,10 +23,10 @@ from ggufspec.errors import FileError
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "xllamacpp")
 
 
-def origin(files: Iterable[str | os.PathLike[str]], command: str | None = None) -> dict[str, Any]:
-    """Everything a reader needs to make the same table again."""
+def origin(files: Iterable[str], show_progress: bool = True) -> dict[str, Any]:
+    """Everything a reader needs to make the same table again. Hashing large files takes a while."""
     return {
-        "command": command or command_line(),
+        "command": command_line(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "ggufspec": __version__,
         "python": platform.python_version(),
@@ -36,7 +36,7 @@ def origin(files: Iterable[str | os.PathLike[str]], command: str | None = None) 
         "n_threads": torch.get_num_threads(),
         "gpus": gpus(),
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "files": [file_facts(path) for path in dict.fromkeys(map(os.fspath, files))],
+        "files": [file_facts(path, show_progress) for path in dict.fromkeys(files)],
     }
 
 
@@ -71,18 +71,18 @@ def gpus() -> list[str]:
     return [f"{p.name} ({p.total_memory >> 20} MiB)" for p in found]
 
 
-def file_facts(path: str) -> dict[str, Any]:
-    return {"name": Path(path).name, "bytes": os.path.getsize(path), "sha256": sha256(path)}
+def file_facts(path: str, show_progress: bool = True) -> dict[str, Any]:
+    return {"name": Path(path).name, "bytes": os.path.getsize(path), "sha256": sha256(path, show_progress)}
 
 
 @cache
-def sha256(path: str) -> str:
+def sha256(path: str, show_progress: bool = True) -> str:
     """The file's digest. FileError when it cannot be read."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file, tqdm(
             total=os.path.getsize(path), unit="B", unit_scale=True, desc=f"hashing {Path(path).name}", leave=False,
-            disable=None, delay=1,
+            disable=None if show_progress else True, delay=1,
         ) as bar:
             while chunk := file.read(1 << 24):
                 digest.update(chunk)

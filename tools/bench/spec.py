@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from . import lists, spec_table
 from .attach import Bench, DrafterChoice, default_drafters, free, natural_n_max, parse_drafter, set_width
 from .mixed import MixedCommand
 from .origin import lines, origin
+from .report import page
+from .split import split_step
 from .steady import Run, SteadyEngine, accept_at_random, run_streams
 from .summary import Cell, Pair, parity_text, summarize
 from .workloads import Prompt, choose, encode, own_prompts, read_prompts
@@ -81,14 +84,21 @@ class Results:
         return {"cells": [c.as_dict() for c in self.cells], "parity": self.parity, "split": self.split}
 
 
-def measure(bench: Bench, plan: Plan, *, split: bool = False, show_progress: bool = True) -> Results:
-    """All cells of the plan. The target is loaded already; drafters come and go one after another."""
+def measure(
+    bench: Bench, plan: Plan, *, split: bool = False, show_progress: bool = True,
+    on_drafter: Callable[[Results], object] = lambda results: None,
+) -> Results:  # fmt: skip
+    """All cells of the plan. The target is loaded already; drafters come and go one after another.
+
+    `on_drafter` gets the results so far after each of them.
+    """
     results = Results()
     plain = bench.engine(None, ignore_eos=plan.ignore_eos)
     with tqdm(total=plan.n_pairs(), unit="pair", disable=None if show_progress else True) as bar:
         for choice in plan.drafters:
             _measure_drafter(bench, plan, choice, plain, results, bar, split)
             free()
+            on_drafter(results)
     return results
 
 
@@ -114,8 +124,6 @@ def _measure_drafter(
         if not choice.is_synthetic:
             results.parity.append(_sampled_parity(plan, choice, plain, engine, n_max))
         if split:
-            from .split import split_step
-
             prompt = next(iter(plan.prompts.values()))[0]
             results.split.append({"drafter": choice.label, "n_max": n_max, **split_step(bench, engine, prompt)})
 
@@ -131,7 +139,7 @@ def _measure_cells(
         run_streams(warmed, first, min(2 * (n_max + 1), plan.n_tokens), sampling)
     everything: list[Pair] = []
     for workload in plan.prompts:
-        pairs = []
+        pairs: list[Pair] = []
         for _ in range(plan.n_repetitions):
             for group in plan.groups(workload, n_streams):
                 nth = len(everything) + len(pairs)
@@ -237,26 +245,29 @@ def command(
     room = n_tokens if max(streams) == 1 else 2 * n_tokens  # streams that are ahead go on until the last has its tokens
     n_ctx = settings.context.n_ctx or longest + room + 2 * widest
     n_ctx = -(-n_ctx // CELLS) * CELLS
-    bench = Bench.load(settings, max(streams), n_ctx)
     seed = SEED if settings.sampling.seed == RANDOM_SEED else settings.sampling.seed
     plan = Plan(
         choices, n_max, lists.numbers(temp_text, "--temp"), streams, ids, n_tokens, repetitions,
         replace(settings.sampling, seed=seed), is_synthetic if ignore_eos is None else ignore_eos,
     )  # fmt: skip
-    facts = origin([*map(str, file.shards), *(c.path for c in choices if c.path is not None)])
+    with ThreadPoolExecutor(1) as pool:  # files are hashed while the target loads
+        hashed = pool.submit(origin, [*map(str, file.shards), *(c.path for c in choices if c.path)], False)
+        bench = Bench.load(settings, max(streams), n_ctx)
+        facts = hashed.result()
     for line in lines(facts):
         click.echo(line)
     if is_synthetic:
         click.echo(f"note     {NOTICE}")
-    results = measure(bench, plan, split=split)
-    click.echo("\n" + spec_table.text(results))
-    data = {"origin": facts, "n_tokens": n_tokens, "repetitions": repetitions, "seed": seed, **results.as_dict()}
-    if json_path:
-        Path(json_path).write_text(json.dumps(data, indent=1))
-    if html_path:
-        from .report import page
 
-        Path(html_path).write_text(page(data), encoding="utf-8")
+    def save(results: Results) -> None:
+        data = {"origin": facts, "n_tokens": n_tokens, "repetitions": repetitions, "seed": seed, **results.as_dict()}
+        if json_path:
+            Path(json_path).write_text(json.dumps(data, indent=1))
+        if html_path:
+            Path(html_path).write_text(page(data), encoding="utf-8")
+
+    results = measure(bench, plan, split=split, on_drafter=save)
+    click.echo("\n" + spec_table.text(results))
     differing = [c for c in results.cells if not c.is_synthetic and c.parity != "equal"]
     return 1 if differing or any(p["result"] != "equal" for p in results.parity) else 0
 

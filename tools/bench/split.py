@@ -194,7 +194,7 @@ def kernel_rooms() -> dict[str, str]:
         if not name.startswith(ROOMS):
             continue
         for value in vars(module).values():
-            kernel = getattr(value, "fn", None)
+            kernel: Any = getattr(value, "fn", None)
             if hasattr(value, "run") and hasattr(kernel, "__name__"):
                 home = getattr(kernel, "__module__", name)
                 if home.startswith(ROOMS):

@@ -77,7 +77,7 @@ def command(
         choices = default_drafters(open_gguf(settings.model.path), is_bundled)
     facts = origin([settings.model.path, *(c.path for c in choices if c.path is not None)])
     with tempfile.TemporaryDirectory(prefix="ggufspec-compare-") as folder:
-        notes = []
+        notes: list[str] = []
         if not keep_types:
             settings, choices, notes = in_f16(settings, choices, Path(folder))
         prompts = choose(
