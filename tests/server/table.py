@@ -92,7 +92,7 @@ TABLE = (
     completion("with a grammar", prompt=CODE, grammar='root ::= "ab" [0-9]'),
     completion("id_slot wraps", prompt=CODE, id_slot=7),
     completion("repeat penalty", prompt=CODE, repeat_penalty=1.3, n_predict=12),
-    completion("n_indent", prompt="def f():\n", n_predict=40, n_indent=4,
+    completion("n_indent", prompt="def f():\n", n_predict=24, n_indent=4,
                row={"loose": ("tokens_predicted", "predicted_n", "tokens_cached")}),
     # -- OpenAI text completions
     text("text", prompt=CODE),

@@ -43,7 +43,7 @@ def test_sampling_fields_read_as_llama_server_reads_them(reader, name, value, ex
 
 @given(
     st.dictionaries(
-        st.sampled_from([*(f.name for f in (*SAMPLING_FIELDS, *TASK_FIELDS)), "seed", "stop", "logit_bias", "samplers"]),
+        st.sampled_from([*(f.name for f in (*SAMPLING_FIELDS, *TASK_FIELDS)), "seed", "stop", "logit_bias"]),
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
         | st.lists(st.integers() | st.text(max_size=2), max_size=3),
         max_size=4,

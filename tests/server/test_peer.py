@@ -1,6 +1,9 @@
 """The same requests to this server and to llama.cpp's: same status, keys, texts and counts."""
 
+import base64
+
 import httpx
+import numpy as np
 import pytest
 from peer import Peer
 from real import serve_model
@@ -73,3 +76,27 @@ def test_metrics_names(both):
     ours, theirs = map(names, both)
     assert theirs <= ours
     assert all(name.startswith("ggufspec:") for name in ours - theirs)
+
+
+def test_embeddings():
+    """Pooled vectors point the same way; shapes, counts and refusals agree."""
+    params = {"embedding": True, "pooling_type": 1, "n_batch": 512, "n_ubatch": 512}
+    argv = ("-c", "512", "-np", "1", "--embeddings", "--pooling", "mean", "--device", "none")
+    with Peer(target_path(), n_ctx=512, params=params) as peer, serve_model(*argv) as ours:
+        with httpx.Client(base_url=peer.address, timeout=60) as theirs:
+            for body in ({"input": "def add(a, b):\n"}, {"input": ["a b c", [1, 2, 3]]}):
+                one, two = (client.post("/v1/embeddings", json=body).json() for client in (ours, theirs))
+                assert one.keys() == two.keys() and one["usage"] == two["usage"]
+                for a, b in zip(one["data"], two["data"], strict=True):
+                    assert a.keys() == b.keys()
+                    a, b = np.array(a["embedding"]), np.array(b["embedding"])
+                    assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.999 and abs(np.linalg.norm(a) - 1) < 1e-5
+            for body in ({"input": "a", "encoding_format": "base64"}, {"input": ""}, {"input": []}, {}):
+                one, two = (client.post("/v1/embeddings", json=body) for client in (ours, theirs))
+                assert one.status_code == two.status_code
+                if one.status_code == 200:
+                    row = np.frombuffer(base64.b64decode(one.json()["data"][0]["embedding"]), "<f4")
+                    assert one.json()["data"][0].keys() == two.json()["data"][0].keys() and len(row) == 512
+            one, two = (client.post("/embedding", json={"content": "a b"}).json() for client in (ours, theirs))
+            assert len(one) == len(two) == 1 and one[0].keys() == two[0].keys()
+            assert len(one[0]["embedding"]) == len(two[0]["embedding"]) == 1
