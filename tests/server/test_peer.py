@@ -78,6 +78,17 @@ def test_metrics_names(both):
     assert all(name.startswith("ggufspec:") for name in ours - theirs)
 
 
+def test_slots(both):
+    """Before its first task a slot shows four keys, afterwards all of them."""
+    body = {"prompt": "def add(a, b):\n", "n_predict": 3, "temperature": 0, "top_k": 7, "id_slot": 1}
+    shown = []
+    for client in both:
+        client.post("/completion", json=body)
+        shown.append(client.get("/slots").json()[1])
+    loose = Row("slots", "", loose=("id_task", "n_prompt_tokens_processed", "n_prompt_tokens_cache", "n_prompt_tokens"))
+    assert differences(*shown, loose) == []
+
+
 def test_embeddings():
     """Pooled vectors point the same way; shapes, counts and refusals agree."""
     params = {"embedding": True, "pooling_type": 1, "n_batch": 512, "n_ubatch": 512}

@@ -311,6 +311,26 @@ def test_pings_while_waiting_for_a_slot():
         blocker.join()
 
 
+def test_slots_show_what_runs():
+    engine = FakeEngine(n_slots=2, step_s=0.02)
+    with serve_fake(engine) as client:
+        assert client.get("/slots").json()[1].keys() == {"id", "n_ctx", "speculative", "is_processing"}
+        assert client.get("/slots?fail_on_no_slot=1").status_code == 200
+        thread = threading.Thread(target=lambda: post(client, "/completion", {"prompt": ["a", "b"], "top_k": 3}))
+        thread.start()
+        wait_until(lambda: all(slot.job is not None and slot.job.generated for slot in engine.slots))
+        busy = client.get("/slots?fail_on_no_slot=1")
+        slot = client.get("/slots").json()[0]
+        thread.join()
+        assert busy.status_code == 503 and busy.json()["error"]["message"] == "no slot available"
+        assert slot["is_processing"] and slot["params"]["top_k"] == 3 and slot["next_token"][0]["n_decoded"] > 0
+        idle = client.get("/slots").json()[0]
+        assert not idle["is_processing"] and idle["params"]["top_k"] == 3 and idle["id_task"] == slot["id_task"]
+        assert idle["next_token"] == [
+            {"has_next_token": False, "has_new_line": False, "n_remain": -1, "n_decoded": 0}
+        ]
+
+
 def test_many_streams_keep_apart(client):
     answers = {}
 

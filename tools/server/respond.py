@@ -70,7 +70,7 @@ class Run:
                     answer.empty()
                     self.updates.put_nowait((answer.index, Update("empty")))
                     continue
-                stream = await self.worker.submit(request, self.updates, answer.index)
+                stream = await self.worker.submit(request, self.updates, answer.index, answer.task)
                 answer.job = stream.job
                 self.streams.append(stream)
         except BaseException:

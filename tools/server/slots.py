@@ -37,7 +37,7 @@ def _slot(engine: Any, slot: Any, state: ServerState) -> dict[str, Any]:
         "speculative": engine.drafter is not None,
         "is_processing": job is not None,
     }
-    last = state.last_tasks.get(slot.id)
+    last = state.worker.task_of(slot)
     if job is None and last is None:
         return out
     n_predict = job.request.n_predict if job is not None else -1

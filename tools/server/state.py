@@ -62,7 +62,6 @@ class ServerState:
         self.reader: Reader = None  # type: ignore[assignment]  # set with `loaded`
         self.created = int(time.time())
         self.media_marker = f"<__media_{random_id()}__>"
-        self.last_tasks: dict[int, tuple[int, Task]] = {}  # by slot: the id and settings of its latest job
 
     def ready(self, loaded: Loaded) -> None:
         self.loaded = loaded

@@ -50,9 +50,10 @@ Sink = asyncio.Queue[tuple[int, Update]]
 class Stream:
     """One job on the event loop's side: its updates arrive in `sink` as (index, update)."""
 
-    def __init__(self, worker: EngineWorker, request: Request, sink: Sink, index: int):
+    def __init__(self, worker: EngineWorker, request: Request, sink: Sink, index: int, task: Any):
         self.worker = worker
         self.request = request
+        self.task = task  # the settings the client asked for, shown by /slots
         self.sink = sink
         self.index = index
         self.job: Job | None = None
@@ -83,6 +84,7 @@ class EngineWorker:
         self._after_step = after_step
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[int, Stream] = {}  # by job id; touched by the worker's thread only
+        self._latest: dict[int, Stream] = {}  # by slot: the stream that used it last; the worker's thread only
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._refuse: ApiError | None = None
         self.engine: Any = None
@@ -94,9 +96,9 @@ class EngineWorker:
 
     # -- called on the event loop ----------------------------------------------------------------------------
 
-    async def submit(self, request: Request, sink: Sink, index: int = 0) -> Stream:
+    async def submit(self, request: Request, sink: Sink, index: int = 0, task: Any = None) -> Stream:
         """Queue a request. RequestError when the engine refuses it, ApiError 503 when it is stopping."""
-        stream = Stream(self, request, sink, index)
+        stream = Stream(self, request, sink, index, task)
 
         def do(engine: Any) -> None:
             if self._refuse is not None:
@@ -157,6 +159,11 @@ class EngineWorker:
 
     # -- the engine's thread ---------------------------------------------------------------------------------
 
+    def task_of(self, slot: Any) -> tuple[int, Any] | None:
+        """(job id, task) of what runs in a slot or ran there last."""
+        stream = self._streams.get(slot.job.id) if slot.job is not None else self._latest.get(slot.id)
+        return None if stream is None or stream.job is None else (stream.job.id, stream.task)
+
     def _run(self) -> None:
         try:
             self.engine = self._load()
@@ -190,6 +197,7 @@ class EngineWorker:
             stream = self._streams.get(job.id)
             if stream is None:
                 continue
+            self._latest[job.slot] = stream
             update = Update(event.kind, event.text, event.tokens, job.n_prompt_done)
             if event.kind in ("done", "error"):
                 del self._streams[job.id]
