@@ -55,10 +55,10 @@ def test_every_slot_drafts_the_same(folder, hybrid, name):
     drafter = make(folder, hybrid, name, n_slots=4)
     cache = hybrid[1].new_cache(4, 512, "f32", "f32")
     runs = [
-        generate(hybrid[1], drafter, PROMPT, 40, slot=slot, banned=(0,), cache=cache) for slot in range(4)
+        generate(hybrid[1], drafter, PROMPT, 24, slot=slot, banned=(0,), cache=cache) for slot in range(4)
     ]
-    generate(hybrid[1], drafter, OTHER, 30, slot=2, banned=(0,), cache=cache)
-    runs.append(generate(hybrid[1], drafter, PROMPT, 40, slot=2, banned=(0,), cache=cache))
+    generate(hybrid[1], drafter, OTHER, 16, slot=2, banned=(0,), cache=cache)
+    runs.append(generate(hybrid[1], drafter, PROMPT, 24, slot=2, banned=(0,), cache=cache))
     assert runs[0].n_drafted > 20 and all(run == runs[0] for run in runs[1:])
 
 

@@ -17,7 +17,7 @@ TEXTS = [
     "The function returns a list of all the values that ",
     "for i in range(10):\n    print(",
 ]
-N = 28
+N = 20
 
 
 @pytest.fixture(scope="module")

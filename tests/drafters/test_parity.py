@@ -29,6 +29,6 @@ def family(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["mtp", "dspark", "dflash2"])
 def test_streams_are_the_plain_ones(family, kind, kv):
     pair, drafts = family
-    cases = list(check(pair, PROMPT, [drafts[kind]], range(1, 9), 16, [kv]))
+    cases = list(check(pair, PROMPT, [drafts[kind]], range(1, 9), 12, [kv]))
     assert len(cases) == 16 and sum(n_accepted for _, _, n_accepted in cases) > 0
     assert [wrong for _, wrong, _ in cases if wrong] == []
