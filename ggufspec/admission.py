@@ -128,6 +128,8 @@ def restore(engine: Engine, slot: Slot, data: dict[str, Any]) -> None:
         raise ConfigError(f"the saved slot was made with drafter {wants or 'none'}, this engine runs {have or 'none'}")
     if len(data["tokens"]) > engine.n_ctx:
         raise ConfigError(f"the saved slot has {len(data['tokens'])} tokens; a slot here holds {engine.n_ctx}")
+    if drafter is not None and saved is not None:
+        drafter.check(saved[1])
     engine.cache.restore(slot.id, data["cache"])
     if drafter is not None and saved is not None:
         drafter.restore(slot.id, saved[1])

@@ -11,12 +11,15 @@ code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
+from ..kernels.kv import KV, fits
 from ..kernels.select import n_passing
 
 if TYPE_CHECKING:
@@ -80,14 +83,23 @@ class Drafter(Protocol):
     def save(self, slot: int, n_past: int) -> Any:
         """All of the slot's state after `n_past` committed tokens, on the host; goes with the target's."""
 
+    def check(self, state: Any) -> None:
+        """ConfigError when a saved state does not fit this drafter; nothing is written."""
+
     def restore(self, slot: int, state: Any) -> None:
-        """Put a saved state into any slot."""
+        """Put a saved state, which has been checked, into any slot."""
 
     def checkpoint(self, slot: int, n_past: int) -> Any:
         """What going back to `n_past` in the same slot would otherwise lose; small, stays on the device."""
 
     def rewind(self, slot: int, state: Any) -> None:
         """Go back to a checkpoint of the same slot and the same text."""
+
+
+def check_cells(kvs: Sequence[KV], saved: Sequence[Any], name: str) -> None:
+    """ConfigError unless each saved pair of cells fits its cache."""
+    if len(kvs) != len(saved) or not all(fits(own, pair) for own, pair in zip(kvs, saved)):
+        raise ConfigError(f"the saved slot's {name} cache has other types, sizes or layers than this drafter's")
 
 
 def limit(tokens: Tensor, scores: Tensor, n: int, n_min: int, p_min: float) -> Draft:

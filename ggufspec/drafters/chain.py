@@ -107,6 +107,10 @@ class Chain:
     def save(self, slot: int, n_past: int) -> list[Any]:
         return [drafter.save(slot, n_past) for drafter in self.members]
 
+    def check(self, state: list[Any]) -> None:
+        for drafter, own in zip(self.members, state):
+            drafter.check(own)
+
     def restore(self, slot: int, state: list[Any]) -> None:
         for drafter, own in zip(self.members, state):
             drafter.restore(slot, own)

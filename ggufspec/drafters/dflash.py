@@ -25,7 +25,7 @@ from ..kernels.select import argmax
 from ..models.base import Head, Step
 from ..rows import Rows
 from ..weights import Weights
-from . import Draft, DraftOptions, limit
+from . import Draft, DraftOptions, check_cells, limit
 from .dflash_config import DFlashConfig, read_dflash_config
 from .scores import first_share
 from .statistics import Statistics
@@ -336,6 +336,9 @@ class BlockDrafter:
 
     def save(self, slot: int, n_past: int) -> list[tuple[Tensor, Tensor]]:
         return [kv.save(own, slot, n_past) for own in self.kvs]
+
+    def check(self, state: list[tuple[Tensor, Tensor]]) -> None:
+        check_cells(self.kvs, state, self.name)
 
     def restore(self, slot: int, state: list[tuple[Tensor, Tensor]]) -> None:
         for own, saved in zip(self.kvs, state):

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..kernels import kv
 from ..kernels.matmul import gather
 from ..kernels.select import argmax
 from ..models.base import Step
 from ..models.qwen35 import MtpBlock
 from ..rows import Rows
-from . import Draft, DraftOptions, limit
+from . import Draft, DraftOptions, check_cells, limit
 from .scores import first_share
 from .statistics import Statistics
 
@@ -117,6 +118,14 @@ class Mtp:
 
     def save(self, slot: int, n_past: int) -> MtpState:
         return MtpState(kv.save(self.kv, slot, n_past), self.pending[slot].clone().cpu())
+
+    def check(self, state: MtpState) -> None:
+        check_cells([self.kv], [state.kv], self.name)
+        if state.pending.shape != self.pending.shape[1:]:
+            raise ConfigError(
+                f"the saved slot's hidden row has {state.pending.numel()} numbers, "
+                f"this MTP block {self.pending.shape[1]}"
+            )
 
     def restore(self, slot: int, state: MtpState) -> None:
         kv.restore(self.kv, slot, state.kv)

@@ -84,12 +84,17 @@ class NgramDrafter:
         self.drafted.pop(slot, None)
         self.forget(slot)
 
-    def save(self, slot: int, n_past: int) -> Tokens:
-        return self.history.text(slot, n_past).copy()
+    def save(self, slot: int, n_past: int) -> Tensor:
+        return torch.from_numpy(self.history.text(slot, n_past).copy())
 
-    def restore(self, slot: int, state: Tokens) -> None:
+    def check(self, state: Tensor) -> None:
+        n_ctx = self.history.tokens.shape[1]
+        if len(state) > n_ctx:
+            raise ConfigError(f"the saved slot's text has {len(state)} tokens, a slot here holds {n_ctx}")
+
+    def restore(self, slot: int, state: Tensor) -> None:
         self.reset(slot)
-        self.history.write(slot, 0, state)
+        self.history.write(slot, 0, state.numpy())
 
     def checkpoint(self, slot: int, n_past: int) -> None:
         """Nothing is lost by going back: the text before stays, `begin` drops what was indexed beyond it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels.select import argmax
 from ..rows import Rows
-from . import Draft, DraftOptions, limit
+from . import Draft, DraftOptions, check_cells, limit
 from .scores import first_share
 from .statistics import Statistics
 
@@ -103,6 +103,10 @@ class SmallModel:
 
     def save(self, slot: int, n_past: int) -> Any:
         return self.cache.save(slot, n_past)
+
+    def check(self, state: Any) -> None:
+        own = [k for k in self.cache.kv if k is not None]
+        check_cells(own, [pair for pair in state.kv if pair is not None], self.name)
 
     def restore(self, slot: int, state: Any) -> None:
         self.cache.restore(slot, state)

@@ -9,6 +9,7 @@ from small_vocabulary import twelve_letters
 from ggufspec.drafters import dflash
 from ggufspec.drafters.chain import Chain
 from ggufspec.drafters.load import NgramSizes
+from ggufspec.errors import ConfigError
 from ggufspec.rows import Rows, prompt_rows
 
 SMALL = dict(type="F32", n_embd=64, n_ff=96, n_head=4, n_head_kv=2, head_dim=32, n_vocab=12)
@@ -138,8 +139,23 @@ def test_saved_and_rewound_states_draft_the_same(folder, hybrid, name):
     drafter.rewind(0, checkpoint)
     assert torch.equal(drafter.propose(one(0), *place, 4).tokens, expected)
     feed(2, OTHER, 0)
+    drafter.check(saved)
     drafter.restore(2, saved)
     assert torch.equal(drafter.propose(one(2), *place, 4).tokens, expected)
+
+
+def test_states_of_other_caches_are_refused(folder, hybrid):
+    states = {}
+    for kv in ("f32", "q8_0"):
+        for name in KINDS:
+            drafter = make(folder, hybrid, name, type_k=kv, type_v=kv)
+            states[name, kv] = drafter.save(0, 4)
+            if kv == "q8_0":
+                with pytest.raises(ConfigError, match="saved slot's .* cache has other types"):
+                    drafter.check(states[name, "f32"])
+    ngram = make_drafter(*hybrid, None, ["ngram-simple"], n_ctx=8)
+    with pytest.raises(ConfigError, match="text has 9 tokens, a slot here holds 8"):
+        ngram.check(torch.zeros(9, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("type_k, type_v", [("q8_0", "q8_0"), ("q4_0", "q4_0"), ("f16", "q5_1"), ("bf16", "iq4_nl")])

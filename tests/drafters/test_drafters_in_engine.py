@@ -8,6 +8,7 @@ from ggufspec.gguf_file import open_gguf
 from ggufspec.grammar import GrammarSpec
 from ggufspec.job import JobState, Request
 from ggufspec.sampling import SamplingParams
+from ggufspec.slot_file import read_slot, write_slot
 
 KINDS = {"mtp": (None, 3), "dspark": ("dspark", 5), "dflash2": ("dflash2", 4)}
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -90,11 +91,12 @@ def test_a_second_turn_drafts_as_a_cold_one(pair, prompts, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_slot_goes_on_as_it_would_have(pair, prompts, kind):
+def test_a_saved_slot_goes_on_as_it_would_have(pair, prompts, kind, tmp_path):
     source = engine(pair, kind, n_slots=2)
     first = run(source, prompts[0], slot=0)
     more = prompts[0] + first.generated
-    data = source.save_slot(0)
+    write_slot(tmp_path / "slot", source.save_slot(0))
+    data, _ = read_slot(tmp_path / "slot")
     expected = result(run(source, more, slot=0))
     run(source, prompts[1], slot=1)
     source.restore_slot(1, data)
