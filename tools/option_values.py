@@ -114,7 +114,10 @@ def gpu_layers(value: str) -> int:
     return {"auto": -1, "all": -2}[value] if value in ("auto", "all") else integer(value)
 
 
-def tensor_split(value: str) -> tuple[float, ...]:
+def tensor_split(value: str) -> tuple[float, ...] | str:
+    """Shares, or `auto`."""
+    if value == "auto":
+        return value
     parts = [part for part in re.split("[,/]", value) if part]
     if len(parts) >= 16:
         raise ValueError(f"got {len(parts)} input configs, but system only has 16 devices")
@@ -122,6 +125,13 @@ def tensor_split(value: str) -> tuple[float, ...]:
     if any(share < 0 for share in shares):
         raise ValueError(f"invalid value {value!r}: a share is negative")
     return shares
+
+
+def number_list(value: str) -> tuple[float, ...]:
+    found = tuple(number(part) for part in value.split(",") if part)
+    if not found or not all(0 < item < float("inf") for item in found):
+        raise ValueError(f"invalid value {value!r}: expected positive numbers separated by commas")
+    return found
 
 
 def integer_list(value: str) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ Status = Literal["supported", "no-op", "unsupported", "removed"]
 Parser = Callable[[str], Any]
 Warn = Callable[[str], None]
 
-ALL = frozenset({"cli", "server", "perplexity", "bench"})
-TEXT = ALL - {"perplexity"}  # tools that generate
+ALL = frozenset({"cli", "server", "perplexity", "bench", "plan"})
+TEXT = ALL - {"perplexity", "plan"}  # tools that generate
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def with_escapes(settings: Settings) -> Settings:
 def defaults(tool: str) -> Settings:
     """What a tool starts from where it differs from the rest."""
     settings = Settings()
-    if tool == "server":
+    if tool in ("server", "plan"):
         return build(settings, {"context.n_parallel": -1}, given=False)
     if tool == "cli":
         return build(settings, {"common.verbosity": 2}, given=False)

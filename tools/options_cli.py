@@ -69,6 +69,8 @@ OPTIONS = (
     _ppl("--save-all-logits --kl-divergence-base", "logits_file", "file of logits: written, or read with "
          "--kl-divergence", "FNAME", read.text),
     _ppl("--ppl-output-type", "output_type", "0: running values; 1: a table line a chunk", "0|1", read.between(0, 1)),
+    Option(("--gpu-mem",), "plan", "memory of the GPUs to plan for, in GiB (default: what is free on this machine's)",
+           "plan.gpu_mem_gib", "GiB0,GiB1,...", read.number_list, tools=frozenset({"plan"})),
     _unsupported("--ppl-stride", "chunks do not overlap", "N", _PPL),
     _unsupported("--hellaswag", _OTHER_SCORES, tools=_PPL),
     _unsupported("--winogrande", _OTHER_SCORES, tools=_PPL),

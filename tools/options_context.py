@@ -7,7 +7,7 @@ from ggufspec.tools.options import ALL, TEXT, Option
 
 G = "common"
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-_SERVER = frozenset({"server"})
+_KEEPING = frozenset({"server", "cli", "plan"})
 
 
 def cache_type(text: str) -> str:
@@ -52,11 +52,11 @@ OPTIONS = (
            negative=("--no-context-shift",), env="LLAMA_ARG_CONTEXT_SHIFT", tools=TEXT,
            refused=((True, "generation ends when the context is full"),)),
     Option(("-ctxcp", "--swa-checkpoints", "--ctx-checkpoints"), G, "checkpoints of recurrent state kept per slot",
-           "context.n_checkpoints", "N", read.at_least(0), env="LLAMA_ARG_CTX_CHECKPOINTS", tools=_SERVER | {"cli"}),
-    Option(("-cms", "--checkpoint-min-step"), G, metavar="N", parse=read.at_least(0), tools=_SERVER | {"cli"},
+           "context.n_checkpoints", "N", read.at_least(0), env="LLAMA_ARG_CTX_CHECKPOINTS", tools=_KEEPING),
+    Option(("-cms", "--checkpoint-min-step"), G, metavar="N", parse=read.at_least(0), tools=_KEEPING,
            env="LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT", status="no-op", note="checkpoints stand at micro-batch borders"),
     Option(("-cram", "--cache-ram"), G, "host memory in MiB for states of earlier prompts (-1: no limit, 0: off)",
-           "context.cache_ram_mib", "MiB", read.integer, env="LLAMA_ARG_CACHE_RAM", tools=_SERVER | {"cli"}),
+           "context.cache_ram_mib", "MiB", read.integer, env="LLAMA_ARG_CACHE_RAM", tools=_KEEPING),
     Option(("--swa-full",), G, env="LLAMA_ARG_SWA_FULL", status="no-op",
            note="window layers keep what their window needs"),
     # RoPE

@@ -21,6 +21,7 @@ _TITLES = {
     "server": "Server",
     "cli": "Terminal",
     "perplexity": "Perplexity",
+    "plan": "Planning",
 }
 
 

@@ -8,7 +8,6 @@ from ggufspec.tools.options import Option
 G = "common"
 _ONE_WAY = "weights are read once into the memory of their device, whatever the mode"
 _NO_THREADS = "PyTorch schedules its own threads; -t sets how many"
-_NO_FIT = "what does not fit is an error; ggufspec plan says what does"
 _NO_EXPERTS = "no supported architecture has expert layers"
 _NO_DOWNLOAD = "nothing is downloaded; get the file first and give it with -m"
 _NO_ADAPTERS = "adapters are not implemented"
@@ -80,7 +79,8 @@ OPTIONS = (
            env="LLAMA_ARG_N_GPU_LAYERS"),
     Option(("-sm", "--split-mode"), G, "how several GPUs share the model: none, layer, row or tensor",
            "model.split_mode", "MODE", read.one_of("none", "layer", "row", "tensor"), env="LLAMA_ARG_SPLIT_MODE"),
-    Option(("-ts", "--tensor-split"), G, "shares of the GPUs, such as 3,1", "model.tensor_split", "N0,N1,...",
+    Option(("-ts", "--tensor-split"), G, "shares of the GPUs, such as 3,1; auto: those that leave room for the longest "
+           "context", "model.tensor_split", "N0,N1,...|auto",
            read.tensor_split, env="LLAMA_ARG_TENSOR_SPLIT"),
     Option(("-mg", "--main-gpu"), G, "the GPU of --split-mode none", "model.main_gpu", "INDEX", read.integer,
            env="LLAMA_ARG_MAIN_GPU"),
@@ -89,10 +89,13 @@ OPTIONS = (
     Option(("-kvo", "--kv-offload"), G, "the KV cache lies beside the layer it belongs to", "model.kv_offload",
            negative=("-nkvo", "--no-kv-offload"), env="LLAMA_ARG_KV_OFFLOAD",
            refused=((False, "the KV cache lies on the device of its layer"),)),
-    Option(("-fit", "--fit"), G, "fit unset options to the free memory of the GPUs: on or off", "model.fit", "on|off",
-           read.on_off("--fit"), env="LLAMA_ARG_FIT", warned=((True, _NO_FIT),)),
-    _noop("-fitt --fit-target", _NO_FIT, "MiB0,MiB1,...", env="LLAMA_ARG_FIT_TARGET"),
-    _noop("-fitc --fit-ctx", _NO_FIT, "N", env="LLAMA_ARG_FIT_CTX"),
+    Option(("-fit", "--fit"), G, "fit an unset context to the free memory of the GPUs, "
+           "or say what is missing: on or off", "model.fit", "on|off",
+           read.on_off("--fit"), env="LLAMA_ARG_FIT"),
+    Option(("-fitt", "--fit-target"), G, "MiB that --fit leaves free on each GPU; one value counts for all",
+           "model.fit_margin_mib", "MiB0,MiB1,...", read.integer_list, env="LLAMA_ARG_FIT_TARGET"),
+    Option(("-fitc", "--fit-ctx"), G, "the least context that --fit may leave a slot", "model.fit_ctx", "N",
+           read.at_least(1), env="LLAMA_ARG_FIT_CTX"),
     Option(("--graph",), G, "replay decode steps as CUDA graphs", "model.graphs", negative=("--no-graph",)),
     _noop("-cmoe --cpu-moe", _NO_EXPERTS, env="LLAMA_ARG_CPU_MOE"),
     _noop("-ncmoe --n-cpu-moe", _NO_EXPERTS, "N", env="LLAMA_ARG_N_CPU_MOE"),

@@ -9,7 +9,7 @@ from ggufspec.tools.options_context import cache_type
 G = "speculative"
 TYPES = ("none", "draft-simple", "draft-eagle3", "draft-mtp", "draft-dflash", "draft-dspark", "ngram-simple",
          "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # fmt: skip
-TOOLS = frozenset({"cli", "server", "bench"})
+TOOLS = frozenset({"cli", "server", "bench", "plan"})
 _MAX = "use --spec-draft-n-max or --spec-ngram-mod-n-max"
 _MIN = "use --spec-draft-n-min or --spec-ngram-mod-n-min"
 _NGRAM = "use --spec-ngram-simple-*, --spec-ngram-map-k-* or --spec-ngram-map-k4v-*"

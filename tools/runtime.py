@@ -25,6 +25,7 @@ from ggufspec.placement import Placement, device_name, devices_of, place_layers,
 from ggufspec.prompt_cache import PromptCache
 from ggufspec.ranks import Ranks, from_torchrun, start
 from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools.fit import fitted
 from ggufspec.tools.settings import ContextSettings, ModelSettings, NgramSettings, Settings, SpeculativeSettings
 from ggufspec.weights import Weights
 
@@ -59,16 +60,19 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
     check_context(settings.context)
     file = open_model_file(settings.model.path, settings.model.overrides)
     config = with_rope_options(read_config(file), settings.context)
+    draft_file = None
+    if settings.speculative.model is not None:
+        draft_file = open_model_file(settings.speculative.model, ())
     n_slots, n_ctx = size_context(settings.context, config)
     if ranks is None:
+        # before anything is read, and before other ranks start: they take over what comes out
+        settings = fitted(settings, file, config, draft_file, n_slots, n_ctx, draft_device(settings.speculative))
+        n_slots, n_ctx = size_context(settings.context, config)
         ranks = start_ranks(settings)
     if ranks is None:
         placement, shard = place(settings.model, config), WHOLE
     else:
         placement, shard = Placement.single(ranks.device, config.n_layers), ranks.shard
-    draft_file = None
-    if settings.speculative.model is not None:
-        draft_file = open_model_file(settings.speculative.model, ())
     tokenizer = Tokenizer.from_metadata(file.metadata)
     n_bytes = file.n_bytes + (draft_file.n_bytes if draft_file is not None else 0)
     with loading_bar(n_bytes, show_progress) as progress:
@@ -81,7 +85,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
     context = settings.context
     engine = Engine(
         model, tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=n_ctx,
-        n_ubatch=min(context.n_ubatch or context.n_batch, context.n_batch),
+        n_ubatch=n_ubatch_of(context),
         type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
         prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs, link=ranks,
     )
@@ -108,6 +112,11 @@ def check_context(context: ContextSettings) -> None:
             raise ConfigError(f"{name}: Unsupported cache type: {type_name}; expected one of {' '.join(CACHE_TYPES)}")
     if context.flash_attn == "off" and context.type_v not in ("f32", "f16", "bf16"):
         raise ConfigError("quantized V cache requires flash_attn to be enabled: drop -fa off or use -ctv f16")
+
+
+def n_ubatch_of(context: ContextSettings) -> int:
+    """Most tokens of a prompt in one forward."""
+    return min(context.n_ubatch or context.n_batch, context.n_batch)
 
 
 def size_context(context: ContextSettings, config: Config) -> tuple[int, int]:
@@ -157,6 +166,8 @@ def with_rope_options(config: Config, context: ContextSettings) -> Config:
 
 def place(model: ModelSettings, config: Config) -> Placement:
     """Which device holds which layer, from `-dev`, `-ngl`, `-sm`, `-ts`, `-mg`."""
+    if isinstance(model.tensor_split, str):
+        raise ConfigError("--tensor-split auto: this command needs numbers (ggufspec plan shows them)")
     return place_layers(
         devices_of(model.devices), config.block_count, config.n_layers, gpu_layers=model.gpu_layers,
         split=model.split_mode, tensor_split=model.tensor_split, main_gpu=model.main_gpu,
@@ -171,7 +182,7 @@ def start_ranks(settings: Settings) -> Ranks | None:
     if model.split_mode == "row":
         log.warning("--split-mode row is run as tensor: every layer is cut over all devices")
     devices = devices_of(model.devices)
-    shares = list(model.tensor_split) or [1.0] * len(devices)
+    shares = [float(share) for share in model.tensor_split] or [1.0] * len(devices)
     if len(shares) > len(devices):
         raise ConfigError(f"--tensor-split has {len(shares)} shares for {len(devices)} devices")
     used = [(device, share) for device, share in zip(devices, shares) if share > 0]

@@ -33,11 +33,13 @@ class ModelSettings:
     devices: tuple[str, ...] | None = None  # None: all GPUs; ("none",): the CPU
     gpu_layers: int = -1  # -1 auto, -2 all
     split_mode: str = "layer"
-    tensor_split: tuple[float, ...] = ()
+    tensor_split: tuple[float, ...] | str = ()  # or "auto": the shares that leave room for the longest context
     main_gpu: int = 0
     kv_offload: bool = True
     graphs: bool = True  # False: --no-graph, the same kernels launched one by one
     fit: bool = True
+    fit_margin_mib: tuple[int, ...] = (1024,)  # left free a device; one value for all
+    fit_ctx: int = 4096  # the least context that fitting may leave
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,11 @@ class PerplexitySettings:
 
 
 @dataclass(frozen=True)
+class PlanSettings:
+    gpu_mem_gib: tuple[float, ...] = ()  # empty: the GPUs of this machine
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything one command line says. `given` holds the keys that the user set (`context.n_ctx`, ...)."""
 
@@ -199,4 +206,5 @@ class Settings:
     server: ServerSettings = ServerSettings()
     cli: CliSettings = CliSettings()
     perplexity: PerplexitySettings = PerplexitySettings()
+    plan: PlanSettings = PlanSettings()
     given: frozenset[str] = frozenset()

@@ -1,6 +1,9 @@
 """Bytes that packed weights take on a device, from types and shapes alone: what `pack` and `fuse` would allocate."""
 
 from collections.abc import Sequence
+from functools import cache
+
+import torch
 
 from ggufspec.kernels.matmul import cuda, repack
 from ggufspec.quant import layouts
@@ -8,13 +11,19 @@ from ggufspec.quant import layouts
 TABLE_ENTRIES = 2 * 4  # row_start and row_width of a launch, int32 a row
 
 
+@cache
+def block_bytes(type_name: str) -> int:
+    """Bytes that the kernels' arrays take for 256 columns of one row: those of a row of zeros, packed."""
+    layout = layouts.BY_NAME[type_name]
+    raw = torch.zeros((1, layout.row_bytes(repack.BLOCK)), dtype=torch.uint8)
+    return sum(part.numel() * part.element_size() for part in repack.repack(raw, type_name, 0).values())
+
+
 def row_bytes(type_name: str, n_columns: int) -> int:
     """Bytes of one row in the CUDA kernels' arrays; the file's row for types without arrays of their own."""
-    form = repack.FORMS.get(type_name)
-    if form is None:
+    if type_name not in repack.FORMS:
         return layouts.BY_NAME[type_name].row_bytes(n_columns)
-    words = 8 * form.low + 8 * form.high + 4 * (2 if form.scale == "half_min" else 1)
-    return repack.n_super_blocks(n_columns) * (4 * words + (2 if form.scale == "int8" else 0))
+    return repack.n_super_blocks(n_columns) * block_bytes(type_name)
 
 
 def packed_bytes(type_name: str, shape: tuple[int, int], is_cuda: bool) -> int:
