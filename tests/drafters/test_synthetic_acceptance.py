@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from families import make_dflash, make_qwen3
 from hypothesis import given
 from hypothesis import strategies as st
+from loop import load_target, make_drafter
+from peer import Peer
+from small_vocabulary import twelve_letters
 
 from ggufspec.drafters.synth import (
     SyntheticAcceptance,
@@ -12,8 +16,15 @@ from ggufspec.drafters.synth import (
     conditional,
     rates_of_length,
 )
+from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError
+from ggufspec.job import Request
 from ggufspec.rows import Rows
+from ggufspec.sampling import SamplingParams
+from ggufspec.tokenizer import Tokenizer
+
+SMALL = dict(type="F32", n_embd=64, n_ff=96, n_head=4, n_head_kv=2, head_dim=32, n_vocab=12)
+PROMPT = [5, 6, 7, 8, 9, 10, 1, 3, 4, 2, 3, 2, 2, 5, 1, 7]
 
 
 @given(st.integers(1, 16), st.floats(0, 1))
@@ -94,3 +105,24 @@ def test_a_request_repeats_its_stream():
     assert synth.draw([1], 4).tolist() == first
     synth.used(0, n_drafted=2, n_accepted=0)
     assert synth.draw([0], 3).tolist() == [first[0][1:]]
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("seed, length", [(42, 3.0), (123, 5.5)])
+def test_the_engine_accepts_what_llama_accepts(tmp_path, seed, length):
+    """Same seed, same twister: the same counts, whatever the models say."""
+    paths = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    make_qwen3(paths[0], seed=3, vocabulary=twelve_letters(), **SMALL)
+    make_dflash(paths[1], seed=5, vocabulary=twelve_letters(mask=True), **SMALL)
+    file, target = load_target(paths[0])
+    drafter = make_drafter(file, target, paths[1], ["draft-dflash"], n_max=5)
+    synthetic = SyntheticAcceptance(rates_of_length(length, 5), 1, torch.device("cpu"))
+    tokenizer = Tokenizer.from_metadata(file.metadata)
+    engine = Engine(target, tokenizer, drafter=drafter, n_ctx=512, synthetic=synthetic)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, seed=seed)
+    for event in engine.generate(Request(PROMPT, sampling, n_predict=100)):
+        job = event.job
+    params = {"speculative.synth_len": length}
+    with Peer(paths[0], draft=paths[1], kinds=["draft-dflash"], n_max=5, n_threads=1, params=params) as peer:
+        answer = peer.complete(PROMPT, 100, ignore_eos=True, seed=seed)
+    assert (job.stats.draft_n, job.stats.draft_n_accepted) == (answer.n_drafted, answer.n_accepted)
