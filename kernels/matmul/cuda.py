@@ -3,7 +3,7 @@
 rows      kernel
 1..192    `gluon.narrow`, 8, 16 or 32 tokens a tile: one order of sums, so a row's bits are the same at each of them
 193..     weights to float16 a piece at a time (`gluon.unpack`), then the library's product, float32 sums
-Types without arrays of their own, and cards below capability 8.0, take `triton.multiply` instead of `gluon.narrow`.
+F32, scales that float16 cannot hold, and cards below capability 8.0 take `triton.multiply` instead of `gluon.narrow`.
 """
 
 import functools

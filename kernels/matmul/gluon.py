@@ -19,6 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
+from ggufspec.kernels.matmul.decode import IQ4_VALUES
+
 
 def pair(value: float) -> int:
     """A float16 twice in one 32-bit word, as the signed number a kernel argument is."""
@@ -114,6 +116,71 @@ mul.rn.f16x2 $1, $3, $5;
 }""")
 
 
+SIX_TABLE = gl.constexpr("""{
+.reg .b32 s, d;
+and.b32 s, $2, 0x003f003f;
+or.b32 s, s, 0x64006400;
+prmt.b32 d, $3, $3, 0x1010;
+add.rn.f16x2 s, s, $4;
+mul.rn.f16x2 $0, s, d;
+mul.rn.f16x2 $1, $0, $5;
+}""")
+NIBBLES = gl.constexpr("""{
+.reg .b32 t, m, s, u, p, r, d, n;
+prmt.b32 d, $7, $7, 0x1010;
+prmt.b32 n, $7, $7, 0x3232;
+and.b32 t, $6, 0x0f0f0f0f;
+shr.u32 m, $6, 4;
+and.b32 m, m, 0x0f0f0f0f;
+prmt.b32 s, t, $8, 0x4140;
+prmt.b32 u, t, $8, 0x4342;
+prmt.b32 p, m, $8, 0x4140;
+prmt.b32 r, m, $8, 0x4342;
+add.rn.f16x2 s, s, $9;
+add.rn.f16x2 u, u, $9;
+fma.rn.f16x2 p, p, $10, $11;
+fma.rn.f16x2 r, r, $10, $11;
+mul.rn.f16x2 $0, s, d;
+mul.rn.f16x2 $3, u, d;
+mul.rn.f16x2 $1, $0, $12;
+mul.rn.f16x2 $4, $3, $12;
+mul.rn.f16x2 $2, p, n;
+mul.rn.f16x2 $5, r, n;
+}""")
+
+# Eight places in the table to eight bytes (value + 128): a byte's selector has three bits, so both halves of the table
+# are looked up and the fourth bit picks
+TABLE = gl.constexpr(
+    "{\n.reg .b32 a, b, c, d, s, p, l, h, x, y, v;\n"
+    + "".join(
+        f"mov.b32 {name}, {sum((IQ4_VALUES[4 * k + j] + 128) << 8 * j for j in range(4)):#x};\n"
+        for k, name in enumerate("abcd")
+    )
+    + """and.b32 s, $4, 0x77777777;
+shr.u32 p, $4, 1;
+and.b32 p, p, 0x44444444;
+or.b32 p, p, 0x32103210;
+prmt.b32 x, a, b, s;
+prmt.b32 y, c, d, s;
+prmt.b32 l, x, y, p;
+shr.u32 s, s, 16;
+shr.u32 p, p, 16;
+prmt.b32 x, a, b, s;
+prmt.b32 y, c, d, s;
+prmt.b32 h, x, y, p;
+prmt.b32 x, l, h, 0x5140;
+prmt.b32 y, l, h, 0x7362;
+prmt.b32 v, x, 0, 0x4140;
+fma.rn.f16x2 $0, v, $12, $28;
+prmt.b32 v, x, 0, 0x4342;
+fma.rn.f16x2 $1, v, $12, $28;
+prmt.b32 v, y, 0, 0x4140;
+fma.rn.f16x2 $2, v, $12, $28;
+prmt.b32 v, y, 0, 0x4342;
+fma.rn.f16x2 $3, v, $12, $28;
+}"""
+)
+
 # Four words of float16 pairs as they are, or of bfloat16 pairs widened and rounded to float16
 FLOAT16 = gl.constexpr("{\nmov.b32 $0, $4;\nmov.b32 $1, $12;\nmov.b32 $2, $20;\nmov.b32 $3, $28;\n}")
 BFLOAT16 = gl.constexpr(
@@ -128,7 +195,7 @@ BFLOAT16 = gl.constexpr(
 
 @constexpr_function
 def quant_ptx(low, high, tl):
-    """One low word (two when 8 bits wide) and, with `high`, its word of high bits, to eight float16.
+    """One low word (two when quants have 8 bits) and, with `high`, its word of high bits, to eight float16.
 
     Operands in eights: low word(s), high word, scale, scale / 16, constant. tl: t mod 4, which says where in the
     high word the bits are.
@@ -142,6 +209,19 @@ def quant_ptx(low, high, tl):
     n = 1 if high else 0
     w, h, scale, sixteenth, add = 4, 12, 12 + 8 * n, 20 + 8 * n, 28 + 8 * n
     lines = [".reg .b32 v, x, y, z;", f"shr.u32 x, ${w}, 8;"]
+    if low == 2:
+        for k in range(4):
+            if k % 2 == 0:  # pairs k and k + 1 to bits 0 and 4, their high bits to 2 and 6
+                lines.append(f"shr.u32 x, ${w}, {8 * (tl % 2) + 2 * (k // 2)};")
+                u = tl * 2 + k // 2
+                at = u % 4 + 8 * (u // 4)
+                if high:
+                    lines.append(f"shl.b32 y, ${h}, {2 - at};" if at < 2 else f"shr.u32 y, ${h}, {at - 2};")
+            lines.append(f"and.b32 v, x, {('0x00030003', '0x00300030')[k % 2]};")
+            if high:
+                lines += [f"and.b32 z, y, {('0x00040004', '0x00400040')[k % 2]};", "or.b32 v, v, z;"]
+            lines.append(f"fma.rn.f16x2 ${k}, v, ${scale if k % 2 == 0 else sixteenth}, ${add};")
+        return "{\n" + "\n".join(lines) + "\n}"
     for k in range(4):
         if high and k % 2 == 0:  # pairs k and k + 1 take their high bits from the word moved so: to bits 4 and 8
             if high == 1:
@@ -196,7 +276,7 @@ def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr
 @constexpr_function
 def low_layout(LOW, KW, WM, MT):
     """[KW, M, 8 LOW] words, in the lane that multiplies them."""
-    steps = [[16], [32], [64]][: {4: 1, 8: 2, 16: 3}[LOW]]
+    steps = [[16], [32], [64]][: {2: 0, 4: 1, 8: 2, 16: 3}[LOW]]
     return tile_layout(KW, WM, MT, [8 * LOW], [[1], [2], *steps], [[4], [8]])
 
 
@@ -210,8 +290,10 @@ def high_layout(HIGH, KW, WM, MT):
 
 @gluon.jit
 def low_words(w, LOW: gl.constexpr):
-    """A super-block's low words by t: eight tensors [KW, M, 4, 1]; twice eight with 8 bits, four times with 16."""
-    if LOW == 4:
+    """A super-block's low words by t: eight tensors [KW, M, 4, 1]; four with 2 bits, 2 x 8 with 8, 4 x 8 with 16."""
+    if LOW == 2:
+        return high_words(w, 2)
+    elif LOW == 4:
         w = gl.reshape(w, [w.shape[0], w.shape[1], 2, 4, 4])
         return eight_words(gl.reshape(gl.permute(w, (0, 1, 3, 2, 4)), [w.shape[0], w.shape[1], 4, 8]))
     elif LOW == 16:
@@ -241,7 +323,7 @@ def high_words(w, HIGH: gl.constexpr):
 @gluon.jit
 def weights_at(t: gl.constexpr, words, highs, scales, zero, LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr):
     """Step t of a super-block as float16 [KW, M, 4, 8]: places 32 t + 8 c + 0..7."""
-    s, s16, add = scales[t // 4] if SCALE == "int8" else scales[0]
+    s, s16, add = scales[t // 4] if SCALE == "int8" or SCALE == "nibbles" else scales[0]
     s, s16, add = spread(s, zero), spread(s16, zero), spread(add, zero)
     ptx: gl.constexpr = quant_ptx(LOW, HIGH, t % 4)
     if LOW == 16:
@@ -255,22 +337,28 @@ def weights_at(t: gl.constexpr, words, highs, scales, zero, LOW: gl.constexpr, H
             ptx, constraints(4, 32), [spread(words[0][t], zero), spread(words[1][t], zero), s, add],
             gl.float16, True, 8,
         )  # fmt: skip
+    elif SCALE == "half_table" or SCALE == "six_table":
+        return gl.inline_asm_elementwise(
+            TABLE, constraints(4, 32), [spread(words[t], zero), s, s16, add], gl.float16, True, 8
+        )
     elif HIGH:
         return gl.inline_asm_elementwise(
-            ptx, constraints(4, 40), [spread(words[t], zero), spread(highs[t * HIGH // 4], zero), s, s16, add],
+            ptx, constraints(4, 40),
+            [spread(words[t * LOW // 4], zero), spread(highs[t * HIGH // 4], zero), s, s16, add],
             gl.float16, True, 8,
         )  # fmt: skip
     else:
         return gl.inline_asm_elementwise(
-            ptx, constraints(4, 32), [spread(words[t], zero), s, s16, add], gl.float16, True, 8
+            ptx, constraints(4, 32), [spread(words[t * LOW // 4], zero), s, s16, add], gl.float16, True, 8
         )
 
 
 @gluon.jit
 def decode_scales(own, other, min_scale, min_bias, SCALE: gl.constexpr, OFFSET: gl.constexpr,
                   KW: gl.constexpr, M: gl.constexpr, LC: gl.constexpr):  # fmt: skip
-    """Scale words [KW, M, 4] to triples of float16 pairs: scale, scale / 16, constant. `int8`: t < 4, t >= 4."""
+    """Scale words [KW, M, 4] to triples of float16 pairs: scale, scale / 16, constant; by 16-groups, t < 4 and on."""
     zero = gl.zeros([KW, M, 4], gl.int32, LC)
+    lift: gl.constexpr = -0x80000000 + OFFSET * 0x10001 + 0x8000  # -OFFSET * 2^-24, twice
     sixteenth = zero + 0x2C002C00
     if SCALE == "six_bit":
         # d and dmin lie in the quad's four words, a nibble of each in either half
@@ -287,13 +375,26 @@ def decode_scales(own, other, min_scale, min_bias, SCALE: gl.constexpr, OFFSET: 
         d = (other.to(gl.int32) & 0xFFFF) | zero
         s, s16, add, u, u16, add_u = gl.inline_asm_elementwise(
             INT8, constraints(6, 6),
-            [own, d, zero + 0x64646464, zero - 0x1B7F1B80, sixteenth, zero - 0x7FDF7FE0],
+            [own, d, zero + 0x64646464, zero - 0x1B7F1B80, sixteenth, zero + lift],
             (gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32), True, 1,
         )  # fmt: skip
         return (s, s16, add), (u, u16, add_u)
-    elif SCALE == "half":
-        # -OFFSET * 2^-24, twice
-        lift: gl.constexpr = -0x80000000 + OFFSET * 0x10001 + 0x8000
+    elif SCALE == "nibbles":
+        s, s16, add, u, u16, add_u = gl.inline_asm_elementwise(
+            NIBBLES, constraints(6, 7),
+            [own, other | zero, zero + 0x64646464, zero - 0x1BFF1C00, zero + min_scale, zero + min_bias, sixteenth],
+            (gl.int32, gl.int32, gl.int32, gl.int32, gl.int32, gl.int32), True, 1,
+        )  # fmt: skip
+        return (s, s16, add), (u, u16, add_u)
+    elif SCALE == "six_table":
+        c_t = expand(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LC))), 0, 1)
+        piece = (own & 0xF000) >> (12 - 4 * c_t)
+        d = gl.expand_dims(gl.reduce_or(piece.to(gl.uint32, bitcast=True), 2), 2).to(gl.int32, bitcast=True)
+        s, add = gl.inline_asm_elementwise(
+            SIX_TABLE, constraints(2, 4), [own, d | zero, zero - 0x1BDF1BE0, zero + lift], (gl.int32, gl.int32), True, 1
+        )
+        return ((s, s, add),)
+    elif SCALE == "half" or SCALE == "half_table":
         s16, add = gl.inline_asm_elementwise(
             HALF, constraints(2, 3), [own, sixteenth, zero + lift], (gl.int32, gl.int32), True, 1
         )
@@ -381,7 +482,7 @@ def narrow(
     LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
     LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
     LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [KW, WM, 1], [2, 1, 0])
-    w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, True))
+    w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, W >= 32))
     copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
     if LOW < 16:
         s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
@@ -389,8 +490,8 @@ def narrow(
     if HIGH:
         h_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, H], shared_layout(KW, M, H, False))
         copies = copies + ((h_s,) + tile_pointers(high, rows, LCH, KW, M, H),)  # type: ignore[assignment]
-    if SCALE == "int8":
-        e_s = gl.allocate_shared_memory(gl.int16, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
+    if SCALE == "int8" or SCALE == "nibbles":
+        e_s = gl.allocate_shared_memory(extra.dtype.element_ty, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
         copies = copies + ((e_s,) + tile_pointers(extra, rows, LCD, KW, M, 1),)  # type: ignore[assignment]
     if SCALE == "half_min":
         e_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
@@ -437,7 +538,7 @@ def narrow(
         if HIGH:
             highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
         own = s_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
-        if SCALE == "int8":
+        if SCALE == "int8" or SCALE == "nibbles":
             other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
         elif SCALE == "half_min":
             other = e_s.index(at).load(LC)
@@ -515,7 +616,7 @@ def unpack(
     if LOW < 16:
         own = gl.load(scale + ((at + m_c) * 4 + c_c), mask=inside, other=0)
     other = own
-    if SCALE == "int8":
+    if SCALE == "int8" or SCALE == "nibbles":
         other = gl.load(extra + (at + m_c), mask=inside, other=0)
     elif SCALE == "half_min":
         other = gl.load(extra + ((at + m_c) * 4 + c_c), mask=inside, other=0)

@@ -9,7 +9,8 @@ so that a lane c of a tensor-core fragment owns the 32-element sub-blocks c and 
 neighbouring places (h = 0, 1) are one float16 pair. Activations stand in the same order (`order`). Every array is
 [S, rows, n]: super-block, row, words of 32 bits, so that a tile of rows is one contiguous piece.
 
-    low    4 bits: word (t, c), quant (i, h) at bit 16 h + 4 i.
+    low    2 bits: as `high` of two bits
+           4 bits: word (t, c), quant (i, h) at bit 16 h + 4 i.
                                                         32 words at 16 (t div 4) + 4 c + t mod 4
            8 bits: words (t, c, i div 2), byte 2 h + i mod 2.
                                                         64 words at 16 (t div 2) + 4 c + 2 (t mod 2) + i div 2
@@ -45,8 +46,10 @@ class Form:
     low, high: bits a quant has in either array. scale: `six_bit` (6-bit scale and minimum pairs of sub-blocks c and
     c + 4 at bits 0 and 6 of each half, and a nibble of the block's float16 d and dmin at bit 12), `int8` (bytes for
     the 16-groups 2c, 2c+8, 2c+1, 2c+9, plus 128; `d` float16 beside), `half` (the float16 pair of c and c + 4),
-    `half_min` (the same, and `min` with the pair of minima), `none` and `bf16` (16-bit floats, no scales). offset:
-    what a stored quant exceeds its value by.
+    `half_min` (the same, and `min` with the pair of minima), `half_table` (`half`, quants are places in the table of
+    `decode`), `six_table` (likewise; 6-bit scales plus 32 at bit 0 of each half, a nibble of d at bit 12), `nibbles`
+    (bytes as `int8`'s, scale low and minimum high; `d` the block's float16 d and dmin), `none` and `bf16` (16-bit
+    floats, no scales). offset: what a stored quant, or a table's value plus 128, exceeds its value by.
     """
 
     low: int
@@ -64,11 +67,17 @@ FORMS: dict[str, Form] = {
     "Q4_K": Form(4, 0, "six_bit", 0),
     "Q5_K": Form(4, 1, "six_bit", 0),
     "Q6_K": Form(4, 2, "int8", 32),
+    "IQ4_NL": Form(4, 0, "half_table", 128),
+    "IQ4_XS": Form(4, 0, "six_table", 128),
+    "Q3_K": Form(2, 1, "int8", 4),
+    "Q2_K": Form(2, 0, "nibbles", 0),
     "F16": Form(16, 0, "none", 0),
     "BF16": Form(16, 0, "bf16", 0),
 }
 
-LARGEST_QUANT_SCALE = {"six_bit": 63, "int8": 128, "half": 1, "half_min": 1}
+LARGEST_QUANT_SCALE = {
+    "six_bit": 63, "int8": 128, "half": 1, "half_min": 1, "half_table": 1, "six_table": 32, "nibbles": 15,
+}  # fmt: skip
 
 
 def order(x: Tensor) -> Tensor:
@@ -122,6 +131,14 @@ def quants_of(b: Tensor, type_name: str) -> Tensor:
     elif type_name in ("Q5_0", "Q5_1"):
         at = 2 if type_name == "Q5_0" else 4
         q = decode.nibbles(b[..., at + 4 : at + 20]).flatten(-2) | decode.fifth_bit(b, at)
+    elif type_name == "IQ4_NL":
+        q = decode.nibbles(b[..., 2:18])
+    elif type_name == "IQ4_XS":
+        q = decode.nibbles(b[..., 8:136].unflatten(-1, (8, 16)))
+    elif type_name == "Q2_K":
+        q = decode.two_bits(b[..., 16:80])
+    elif type_name == "Q3_K":
+        q = decode.two_bits(b[..., 32:96]) | (decode.bits(b[..., 0:32], 8).flatten(-2) << 2)
     elif type_name == "Q4_K":
         q = decode.nibbles(b[..., 16:144].unflatten(-1, (4, 32)))
     elif type_name == "Q5_K":
@@ -142,6 +159,16 @@ def put_quants(q: Tensor, b: Tensor, type_name: str) -> None:
         b[..., at : at + 16] = _join_nibbles(q.unflatten(-1, (8, 2, 16)))
         if at > 4:
             b[..., at - 4 : at] = _weighted((q >> 4).unflatten(-1, (8, 4, 8)), tuple(range(8)))
+    elif type_name == "IQ4_NL":
+        b[..., 2:18] = _join_nibbles(q.unflatten(-1, (8, 2, 16)))
+    elif type_name == "IQ4_XS":
+        b[..., 0, 8:136] = _join_nibbles(q.unflatten(-1, (8, 2, 16))).flatten(-2)
+    elif type_name in ("Q2_K", "Q3_K"):
+        at = 16 if type_name == "Q2_K" else 32
+        low = (q & 3).unflatten(-1, (2, 4, 32)).transpose(-1, -2)
+        b[..., 0, at : at + 64] = _weighted(low, (0, 2, 4, 6)).flatten(-2)
+        if type_name == "Q3_K":
+            b[..., 0, 0:32] = _weighted((q >> 2).unflatten(-1, (8, 32)).transpose(-1, -2), tuple(range(8)))
     elif type_name == "Q4_K":
         b[..., 0, 16:144] = _join_nibbles(q.unflatten(-1, (4, 2, 32))).flatten(-2)
     elif type_name == "Q5_K":
@@ -168,6 +195,8 @@ def _as_bytes(w: Tensor) -> Tensor:
 
 def low_words(q: Tensor, n_bits: int) -> Tensor:
     """Quants [R, S, 256] to their low bits' words [R, S, 8 * n_bits]."""
+    if n_bits == 2:
+        return high_words(q & 3, 2)
     q = q.unflatten(-1, (2, 4, 8, 2, 2))  # h c t i/2 i%2
     if n_bits == 4:
         b = (q[..., 0] & 15) | (q[..., 1] << 4)  # h c t i/2
@@ -179,6 +208,8 @@ def low_words(q: Tensor, n_bits: int) -> Tensor:
 
 def low_quants(w: Tensor, n_bits: int) -> Tensor:
     """The inverse of `low_words`: [R, S, 256]."""
+    if n_bits == 2:
+        return high_quants(w, 2)
     if n_bits == 4:
         b = _as_bytes(w.unflatten(-1, (2, 4, 4)).movedim(-3, -2).flatten(-2))  # c t byte
         b = b.unflatten(-1, (2, 2)).movedim(-2, -4)  # h c t i/2
@@ -188,8 +219,8 @@ def low_quants(w: Tensor, n_bits: int) -> Tensor:
 
 
 def high_words(q: Tensor, n_bits: int) -> Tensor:
-    """Quants [R, S, 256] to the words of their bits 4 and up, [R, S, 8 * n_bits]."""
-    h = (q >> 4).unflatten(-1, (2, 4, 2, 2, 2, 2, 2))  # h c t/4 t/2%2 t%2 i/2 i%2
+    """The n_bits of quants' high parts [R, S, 256] to words [R, S, 8 * n_bits]."""
+    h = q.unflatten(-1, (2, 4, 2, 2, 2, 2, 2))  # h c t/4 t/2%2 t%2 i/2 i%2
     if n_bits == 1:
         b = _weighted(h.transpose(-2, -3).flatten(-3), (0, 4, 2, 6, 1, 5, 3, 7))  # h c t/4 t/2%2
         return _as_words(b.movedim(-4, -2).flatten(-2)).flatten(-2)
@@ -198,7 +229,7 @@ def high_words(q: Tensor, n_bits: int) -> Tensor:
 
 
 def high_quants(w: Tensor, n_bits: int) -> Tensor:
-    """The inverse of `high_words`: the high bits times 16, [R, S, 256]."""
+    """The inverse of `high_words`: [R, S, 256]."""
     if n_bits == 1:
         b = _as_bytes(w.unflatten(-1, (4, 2))).unflatten(-1, (2, 2)).movedim(-2, -4)  # h c t/4 t/2%2
         shift = torch.tensor((0, 4, 2, 6, 1, 5, 3, 7), dtype=torch.uint8, device=w.device)
@@ -207,7 +238,7 @@ def high_quants(w: Tensor, n_bits: int) -> Tensor:
         b = _as_bytes(w.unflatten(-1, (4, 2, 2))).unflatten(-1, (2, 2)).movedim(-2, -5)  # h c t/4 t/2%2 t%2
         shift = torch.tensor((0, 4, 2, 6), dtype=torch.uint8, device=w.device)
         h = ((b.unsqueeze(-1) >> shift) & 3).unflatten(-1, (2, 2))
-    return h.flatten(-7) << 4
+    return h.flatten(-7)
 
 
 def float_words(raw: Tensor) -> Tensor:
@@ -275,14 +306,47 @@ def put_six_bit(w: Tensor, b: Tensor, shift: int) -> None:
     b[..., 4:16] = packed.to(torch.uint8)
 
 
-def int8_words(b: Tensor) -> Tensor:
-    """Scale words of Q6_K blocks [R, S, 210]: [R, S, 4], bytes (16-group 2c, 2c + 8, 2c + 1, 2c + 9) + 128."""
-    s = (b[..., 192:208] ^ 128).unflatten(-1, (2, 4, 2))  # h c g
-    return _as_words(s.permute(0, 1, 3, 4, 2).flatten(-2))
+def group_words(s: Tensor) -> Tensor:
+    """Bytes of 16-groups [R, S, 16] to words [R, S, 4] of groups (2c, 2c + 8, 2c + 1, 2c + 9)."""
+    return _as_words(s.unflatten(-1, (2, 4, 2)).permute(0, 1, 3, 4, 2).flatten(-2))
 
 
-def put_int8(w: Tensor, b: Tensor) -> None:
-    b[..., 192:208] = _as_bytes(w).unflatten(-1, (2, 2)).permute(0, 1, 4, 2, 3).flatten(-3) ^ 128
+def group_bytes(w: Tensor) -> Tensor:
+    """The inverse of `group_words`."""
+    return _as_bytes(w).unflatten(-1, (2, 2)).permute(0, 1, 4, 2, 3).flatten(-3)
+
+
+def int8_words(b: Tensor, type_name: str) -> Tensor:
+    """Scale words of Q6_K and Q3_K blocks [R, S, bytes]: [R, S, 4], scales plus 128."""
+    return group_words(b[..., 192:208] ^ 128 if type_name == "Q6_K" else decode.q3_k_scales(b) + 96)
+
+
+def put_int8(w: Tensor, b: Tensor, type_name: str) -> None:
+    s = group_bytes(w)
+    if type_name == "Q6_K":
+        b[..., 192:208] = s ^ 128
+        return
+    s = s - 96
+    b[..., 96:104] = _join_nibbles(s.unflatten(-1, (2, 8)))
+    b[..., 104:108] = _weighted((s >> 4).unflatten(-1, (4, 4)).transpose(-1, -2), (0, 2, 4, 6))
+
+
+def six_table_words(b: Tensor, shift: int) -> Tensor:
+    """Scale words of IQ4_XS blocks [R, S, 136]: [R, S, 4]."""
+    d = _scaled(_half_bits(b, 0), shift)
+    at = torch.arange(4, device=b.device, dtype=torch.int32) * 4
+    nibble = functional.pad((d.unsqueeze(-1) >> at) & 15, (0, 4))
+    return _halves(decode.iq4_xs_scales(b).to(torch.int32) | (nibble << 12))
+
+
+def put_six_table(w: Tensor, b: Tensor, shift: int) -> None:
+    x = _unhalves(w)
+    scale = (x & 63).to(torch.uint8)
+    at = torch.arange(4, device=b.device, dtype=torch.int32) * 4
+    d = ((x[..., :4] >> 12) << at).sum(-1)
+    b[..., 0:2] = _unscaled(d, shift).unsqueeze(-1).view(torch.uint8)
+    b[..., 2:4] = _weighted((scale >> 4).unflatten(-1, (2, 4)), (0, 2, 4, 6))
+    b[..., 4:8] = _join_nibbles(scale.unflatten(-1, (4, 2)).transpose(-1, -2))
 
 
 def half_words(b: Tensor, at: int, shift: int) -> Tensor:
@@ -299,7 +363,7 @@ def put_half(w: Tensor, b: Tensor, at: int, shift: int) -> None:
 
 def scale_at(type_name: str) -> int:
     """Byte of a block where the float16 scale stands."""
-    return 208 if type_name == "Q6_K" else 0
+    return {"Q6_K": 208, "Q3_K": 108, "Q2_K": 80}.get(type_name, 0)
 
 
 def largest_scale(raw: Tensor, type_name: str) -> Tensor:
@@ -330,12 +394,18 @@ def repack(raw: Tensor, type_name: str, shift: int) -> Parts:
     q = quants_of(b, type_name)
     parts = {"low": low_words(q, form.low)}
     if form.high:
-        parts["high"] = high_words(q, form.high)
+        parts["high"] = high_words(q >> form.low, form.high)
     if form.scale == "six_bit":
         parts["scale"] = six_bit_words(b.squeeze(2), shift)
     elif form.scale == "int8":
-        parts["scale"] = int8_words(b.squeeze(2))
-        parts["d"] = _scaled(_half_bits(b.squeeze(2), 208), shift).to(torch.int16)
+        parts["scale"] = int8_words(b.squeeze(2), type_name)
+        parts["d"] = _scaled(_half_bits(b.squeeze(2), scale_at(type_name)), shift).to(torch.int16)
+    elif form.scale == "nibbles":
+        parts["scale"] = group_words(b[:, :, 0, 0:16])
+        d, dmin = _scaled(_half_bits(b[:, :, 0], 80), shift), _scaled(_half_bits(b[:, :, 0], 82), 0)
+        parts["d"] = torch.stack((d, dmin), -1).to(torch.int16).view(torch.int32).squeeze(-1)
+    elif form.scale == "six_table":
+        parts["scale"] = six_table_words(b.squeeze(2), shift)
     else:
         parts["scale"] = half_words(b, 0, shift)
         if form.scale == "half_min":
@@ -351,15 +421,23 @@ def unrepack(parts: Parts, type_name: str, n_columns: int, shift: int) -> Tensor
         return float_bytes(p["low"], n_columns)
     q = low_quants(p["low"], form.low)
     if form.high:
-        q = q | high_quants(p["high"], form.high)
+        q = q | (high_quants(p["high"], form.high) << form.low)
     n = BLOCK // layout.n_elements
     b = torch.zeros((*q.shape[:2], n, layout.n_bytes), dtype=torch.uint8, device=q.device)
     put_quants(q, b, type_name)
     if form.scale == "six_bit":
         put_six_bit(p["scale"], b[:, :, 0], shift)
     elif form.scale == "int8":
-        put_int8(p["scale"], b[:, :, 0])
-        b[:, :, 0, 208:210] = _unscaled(p["d"].to(torch.int32), shift).unsqueeze(-1).view(torch.uint8)
+        put_int8(p["scale"], b[:, :, 0], type_name)
+        at = scale_at(type_name)
+        b[:, :, 0, at : at + 2] = _unscaled(p["d"].to(torch.int32), shift).unsqueeze(-1).view(torch.uint8)
+    elif form.scale == "nibbles":
+        b[:, :, 0, 0:16] = group_bytes(p["scale"])
+        d = p["d"].unsqueeze(-1).contiguous().view(torch.int16)
+        b[:, :, 0, 80:82] = _unscaled(d[..., 0].to(torch.int32), shift).unsqueeze(-1).view(torch.uint8)
+        b[:, :, 0, 82:84] = d[..., 1:].contiguous().view(torch.uint8)
+    elif form.scale == "six_table":
+        put_six_table(p["scale"], b[:, :, 0], shift)
     else:
         put_half(p["scale"], b, 0, shift)
         if form.scale == "half_min":

@@ -1,7 +1,7 @@
 """Elementwise decoders in Triton: the float32 value of any element, from the kernels' arrays or from file bytes.
 
-Slow and plain; the arithmetic is the format's, in its order. Embedding rows come from here, products of types that
-have no arrays of their own, and everything on cards the Gluon kernels do not run on.
+Slow and plain; the arithmetic is the format's, in its order. Embedding rows come from here, products of weights held
+as file bytes, and everything on cards the Gluon kernels do not run on.
 """
 
 import triton
@@ -37,17 +37,20 @@ def form_value(
 ):  # fmt: skip
     """Elements e (0..255) of the super-blocks numbered `at` (block * rows + row, int64); unit: 2^-shift."""
     h, c, t, i = e // 128, e // 32 % 4, e // 4 % 8, e % 4
-    if LOW == 4:
+    if LOW == 2:
+        word = tl.load(low + at * 16 + (4 * c + t // 2), mask, 0)
+        q = (word >> (16 * h + 8 * (t % 2) + 4 * (i % 2) + 2 * (i // 2))) & 3
+    elif LOW == 4:
         q = (tl.load(low + at * 32 + (16 * (t // 4) + 4 * c + t % 4), mask, 0) >> (16 * h + 4 * i)) & 15
     else:
         word = tl.load(low + at * 64 + (16 * (t // 2) + 4 * c + 2 * (t % 2) + i // 2), mask, 0)
         q = (word >> (16 * h + 8 * (i % 2))) & 255
     if HIGH == 1:
         word = tl.load(high + at * 8 + (2 * c + t // 4), mask, 0)
-        q |= ((word >> (16 * h + 8 * (t // 2 % 2) + 4 * (i % 2) + 2 * (t % 2) + i // 2)) & 1) << 4
+        q |= ((word >> (16 * h + 8 * (t // 2 % 2) + 4 * (i % 2) + 2 * (t % 2) + i // 2)) & 1) << LOW
     elif HIGH == 2:
         word = tl.load(high + at * 16 + (4 * c + t // 2), mask, 0)
-        q |= ((word >> (16 * h + 8 * (t % 2) + 4 * (i % 2) + 2 * (i // 2))) & 3) << 4
+        q |= ((word >> (16 * h + 8 * (t % 2) + 4 * (i % 2) + 2 * (i // 2))) & 3) << LOW
     own = tl.load(scale + at * 4 + c, mask, 0)
     if SCALE == "six_bit":
         d = own * 0
@@ -61,6 +64,19 @@ def form_value(
         s = ((own >> (8 * h + 16 * (t // 4))) & 255) - 128
         d = as_half(tl.load(extra + at + e * 0, mask, 0)) * unit
         return d * s.to(tl.float32) * (q - OFFSET).to(tl.float32)
+    elif SCALE == "nibbles":
+        s = (own >> (8 * h + 16 * (t // 4))) & 255
+        d = tl.load(extra + at + e * 0, mask, 0)
+        scaled = as_half(d) * unit * (s & 15).to(tl.float32) * q.to(tl.float32)
+        return scaled - as_half(d >> 16) * (s >> 4).to(tl.float32)
+    elif SCALE == "six_table":
+        d = own * 0
+        for k in tl.static_range(4):
+            d |= ((tl.load(scale + at * 4 + (c * 0 + k), mask, 0) >> 12) & 15) << (4 * k)
+        s = ((own >> (16 * h)) & 63) - 32
+        return as_half(d) * unit * s.to(tl.float32) * iq4_value(q)
+    elif SCALE == "half_table":
+        return as_half(own >> (16 * h)) * unit * iq4_value(q)
     else:
         value = as_half(own >> (16 * h)) * unit * (q - OFFSET).to(tl.float32)
         if SCALE == "half_min":

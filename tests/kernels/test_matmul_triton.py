@@ -73,7 +73,7 @@ def test_kernels_compile(capability, monkeypatch):
     monkeypatch.setattr(cuda, "capability", lambda index: divmod(capability, 10))
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: torch.zeros(a.shape[0], b.shape[1]))
     with compiling(capability) as names:
-        for type_name in ("Q4_K", "Q6_K", "Q8_0", "BF16", "IQ4_XS"):
+        for type_name in ("Q4_K", "Q6_K", "Q8_0", "BF16", "IQ4_XS", "Q3_K", "Q2_K", "F32"):
             group = cuda.fuse((weights(type_name)[-1],))
             for n_tokens in (2, 40, 200):
                 a = triton.prepare(torch.zeros(n_tokens, COLUMNS), pdl=capability >= 90)

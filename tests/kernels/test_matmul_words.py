@@ -27,7 +27,8 @@ def test_repacking_loses_nothing(type_name, columns):
     raw, shift, parts = packed(type_name, 7, columns)
     assert torch.equal(repack.unrepack(parts, type_name, columns, shift), raw)
     if columns % 256 == 0:
-        assert sum(p.numel() * p.element_size() for p in parts.values()) == raw.numel()
+        held = sum(p.numel() * p.element_size() for p in parts.values())
+        assert held == raw.numel() * {"IQ4_XS": 144 / 136, "Q3_K": 114 / 110}.get(type_name, 1)
 
 
 def test_order_is_the_documented_one_and_inverts():
@@ -118,12 +119,22 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                 triples = [(r[0], r[1], r[2])] * 2
             elif form.scale == "int8":
                 d = int(parts["d"][0, row]) & 0xFFFF
-                extra = (0x64646464, word(-1152), sixteenth, word(-32 * 2.0**-24))
+                extra = (0x64646464, word(-1152), sixteenth, word(-form.offset * 2.0**-24))
                 r = run_ptx(gluon.INT8.value, dict(zip(range(6, 12), (scale[c], d, *extra))))
                 triples = [(r[0], r[1], r[2]), (r[3], r[4], r[5])]
             elif form.low == 16:
                 triples = []
-            elif form.scale == "half":
+            elif form.scale == "nibbles":
+                d = u32(parts["d"][0, row])
+                extra = (0x64646464, word(-1024), word(minimum), word(-1024 * minimum), sixteenth)
+                r = run_ptx(gluon.NIBBLES.value, dict(zip(range(6, 13), (scale[c], d, *extra))))
+                triples = [(r[0], r[1], r[2]), (r[3], r[4], r[5])]
+            elif form.scale == "six_table":
+                d = sum(((scale[k] & 0xF000) >> 12) << 4 * k for k in range(4))
+                lift = word(-128 * 2.0**-24)
+                r = run_ptx(gluon.SIX_TABLE.value, dict(zip(range(2, 6), (scale[c], d, word(-1056), lift))))
+                triples = [(r[0], 0, r[1])] * 2
+            elif form.scale in ("half", "half_table"):
                 lift = word(-form.offset * 2.0**-24)
                 r = run_ptx(gluon.HALF.value, {2: scale[c], 3: sixteenth, 4: lift})
                 triples = [(scale[c], r[0], r[1])] * 2
@@ -140,12 +151,14 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                     at = 16 * (t // 2) + 4 * c + 2 * (t % 2)
                     args = {4: low[at], 12: low[at + 1], 20: s, 28: add}
                 else:
-                    words = [low[16 * (t // 4) + 4 * c + t % 4]]
+                    words = [low[4 * c + t // 2 if form.low == 2 else 16 * (t // 4) + 4 * c + t % 4]]
                     if form.high:
                         words.append(high[2 * c + t // 4 if form.high == 1 else 4 * c + t // 2])
                     args = {4 + 8 * k: w for k, w in enumerate([*words, s, s16, add])}
                 if form.low == 16:
                     text = (gluon.BFLOAT16 if form.scale == "bf16" else gluon.FLOAT16).value
+                elif form.scale.endswith("table"):
+                    text = gluon.TABLE.value
                 else:
                     text = gluon.quant_ptx.fn(form.low, form.high, t % 4)
                 r = run_ptx(text, args)

@@ -43,8 +43,9 @@ def random_weight(type_name: str, rows: int, columns: int) -> PackedWeight:
     layout = layouts.BY_NAME[type_name]
     n_blocks = rows * columns // layout.n_elements
     raw = torch.randint(0, 256, (n_blocks, layout.n_bytes), dtype=torch.uint8, device="cuda")
-    halves = {"six_bit": (0, 2), "int8": (208,), "half": (0,), "half_min": (0, 2)}[repack.FORMS[type_name].scale]
-    for at in halves:
+    first = repack.scale_at(type_name)
+    two = repack.FORMS[type_name].scale in ("six_bit", "half_min", "nibbles")
+    for at in (first, first + 2) if two else (first,):
         d = (torch.rand(n_blocks, 1, device="cuda") * 1e-4 + 1e-5).half()
         raw[:, at : at + 2] = d.view(torch.uint8)
     return cuda.pack(raw.view(rows, -1), type_name, (rows, columns), torch.device("cuda"))
