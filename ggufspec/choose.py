@@ -40,20 +40,29 @@ class Choices:
     states: list[SamplerState | None] | None = None
 
 
+MAX_BIASES = 1024  # logit biases of a request that the simple path takes
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Sampling that needs nothing but logits, positions and these parameters; None: every row takes the maximum."""
+    """Sampling that needs nothing but logits, positions and these tensors.
+
+    params None: every row takes the maximum. bias: token ids and what is added to their logits, [R, K] each, or None.
+    """
 
     params: RowParams | None
     n_candidates: int
+    bias: tuple[Tensor, Tensor] | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return () if self.params is None else tuple(getattr(self.params, f.name) for f in fields(self.params))
+        own = () if self.params is None else tuple(getattr(self.params, f.name) for f in fields(self.params))
+        return (*own, *(self.bias or ()))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Plan:
         """The same plan reading its parameters from other tensors (a graph's input buffers)."""
-        return self if self.params is None else Plan(RowParams(*tensors), self.n_candidates)
+        own, bias = (tensors[:-2], (tensors[-2], tensors[-1])) if self.bias is not None else (tensors, None)
+        return Plan(None if self.params is None else RowParams(*own), self.n_candidates, bias)
 
 
 class Chooser:
@@ -133,19 +142,32 @@ class Chooser:
 
     def _make_plan(self, slots: Sequence[Slot], params: list[SamplingParams], W: int) -> Plan | None:
         simple = all(
-            p.on_device and not p.penalizes and not p.n_probs and not p.logit_bias for p in params
+            p.on_device and not p.penalizes and not p.n_probs and len(p.logit_bias) <= MAX_BIASES for p in params
         ) and all(slot.grammar is None for slot in slots)
         if not simple:
             return None
+        bias = self._biases([p.logit_bias for p in params], W)
         if all(p.greedy for p in params):
-            return Plan(None, 1)
+            return Plan(None, 1, bias)
         made = RowParams.of([p for p in params for _ in range(W)], self.device, self.n_vocab)
-        return Plan(made, made.n_candidates)
+        return Plan(made, made.n_candidates, bias)
+
+    def _biases(self, biases: Sequence[tuple[tuple[int, float], ...]], W: int) -> tuple[Tensor, Tensor] | None:
+        """Token ids and biases [R, K] of all rows; K is a power of two, so that few widths occur."""
+        longest = max(map(len, biases))
+        if longest == 0:
+            return None
+        K = 1 << (longest - 1).bit_length()
+        rows = [list(entries) + [(0, 0.0)] * (K - len(entries)) for entries in biases for _ in range(W)]
+        ids = torch.tensor([[token for token, _ in row] for row in rows], device=self.device)
+        return ids, torch.tensor([[value for _, value in row] for row in rows], device=self.device)
 
     def simple(self, logits: Tensor, rows: Rows, plan: Plan) -> Tensor:
         """logits [B, W, V] to tokens [B, W], on the device throughout."""
         B, W, V = logits.shape
         flat = logits.reshape(B * W, V)
+        if plan.bias is not None:
+            flat = flat.scatter_add(1, *plan.bias)
         if plan.params is None:
             return flat.argmax(dim=1).view(B, W)
         positions = (rows.positions() + 1).reshape(-1)

@@ -207,22 +207,22 @@ def store_kernel(
         if cell >= 0:
             at = tl.load(slot_ptr + row // W) * n_cells + cell
             if head < H + N_KV:
-                x = load_head(
+                key = load_head(
                     k_ptr + row * k_row + (head - H) * HD_K, k_weight_ptr, cos_ptr + table, sin_ptr + table, eps,
                     HD_K, BLOCK_K, NORM, N_ROT, NEOX,
                 )  # fmt: skip
                 if SPIN_K > 0:
-                    x = hadamard(x, BLOCK_K, SPIN_K, LOG_K)
+                    key = hadamard(key, BLOCK_K, SPIN_K, LOG_K)
                 at = at * N_KV + head - H
-                store_row(x, k_cache_ptr + at * k_bytes, k_half_ptr + at * k_halves, table_ptr, KIND_K, HD_K, BLOCK_K,
+                store_row(key, k_cache_ptr + at * k_bytes, k_half_ptr + at * k_halves, table_ptr, KIND_K, HD_K, BLOCK_K,
                           BLOCK_K // 32)  # fmt: skip
             else:
                 e = tl.arange(0, BLOCK_V)
-                x = tl.load(v_ptr + row * v_row + (head - H - N_KV) * HD_V + e, e < HD_V, 0.0)
+                value = tl.load(v_ptr + row * v_row + (head - H - N_KV) * HD_V + e, e < HD_V, 0.0)
                 if SPIN_V > 0:
-                    x = hadamard(x, BLOCK_V, SPIN_V, LOG_V)
+                    value = hadamard(value, BLOCK_V, SPIN_V, LOG_V)
                 at = at * N_KV + head - H - N_KV
-                store_row(x, v_cache_ptr + at * v_bytes, v_half_ptr + at * v_halves, table_ptr, KIND_V, HD_V, BLOCK_V,
+                store_row(value, v_cache_ptr + at * v_bytes, v_half_ptr + at * v_halves, table_ptr, KIND_V, HD_V, BLOCK_V,
                           BLOCK_V // 32)  # fmt: skip
 
 
