@@ -32,6 +32,10 @@ def n_max(text: str) -> int | str:
     return "auto" if text == "auto" else read.at_least(0)(text)
 
 
+def rates(text: str) -> tuple[float, ...]:
+    return tuple(read.number(part) for part in text.split(","))
+
+
 def _option(names: str, key: str, metavar: str, parse: read.Reader, help: str, env: str = "") -> Option:
     return Option(tuple(names.split()), G, help, f"speculative.{key}", metavar, parse,
                   env=f"LLAMA_ARG_SPEC_{env}" if env else "", tools=TOOLS)  # fmt: skip
@@ -99,9 +103,11 @@ OPTIONS = (
                  "LLAMA_ARG_SPEC_DRAFT_HF_REPO"),
     _unsupported("-otd --override-tensor-draft --spec-draft-override-tensor",
                  "a drafter lies on one device; use --spec-draft-device", "RE=BUFFER,..."),
-    _unsupported("--spec-synth-len", "acceptance is measured, never made up", "L", "LLAMA_ARG_SPEC_SYNTH_LEN"),
-    _unsupported("--spec-synth-rates", "acceptance is measured, never made up", "P0,P1,...",
-                 "LLAMA_ARG_SPEC_SYNTH_RATES"),
+    _option("--spec-synth-len", "synth_length", "L", read.number,
+            "for benchmarks: accept drafts at random so that a step emits L tokens on average", "SYNTH_LEN"),
+    _option("--spec-synth-rates", "synth_rates", "P0,P1,...", rates,
+            "for benchmarks: accept at random; chance that the first 1, 2, ... drafted tokens are all right",
+            "SYNTH_RATES"),
     _noop("--draft-p-split --spec-draft-p-split", "drafts are chains, not trees", "P",
           env="LLAMA_ARG_SPEC_DRAFT_P_SPLIT"),
     _noop("--spec-draft-backend-sampling", "drafts are always chosen on the device",

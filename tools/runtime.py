@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ggufspec.drafters import Drafter, DraftOptions
 from ggufspec.drafters.load import ModSizes, NgramSizes, SpecOptions, load_drafter
+from ggufspec.drafters.synth import NOTICE, SyntheticAcceptance, check_rates, rates_of_length
 from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import GGUFFile, open_gguf
@@ -88,6 +89,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
         n_ubatch=n_ubatch_of(context),
         type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
         prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs, link=ranks,
+        synthetic=synthetic_acceptance(settings.speculative, drafter, n_slots, model.device),
     )
     return Runtime(settings, file, config, model, tokenizer, drafter, engine)
 
@@ -225,6 +227,23 @@ def spec_options(spec: SpeculativeSettings) -> SpecOptions:
         ngram_map_k4v=sizes(spec.ngram_map_k4v), ngram_mod=ModSizes(mod.n_match, mod.n_min, mod.n_max),
         lookup_static=spec.lookup_static, lookup_dynamic=spec.lookup_dynamic,
     )
+
+
+def synthetic_acceptance(spec: SpeculativeSettings, drafter: Drafter | None, n_slots: int, device: torch.device
+                         ) -> SyntheticAcceptance | None:
+    """What `--spec-synth-len` or `--spec-synth-rates` ask for, with a warning: the text means nothing then."""
+    if spec.synth_length is None and not spec.synth_rates:
+        return None
+    if spec.synth_length is not None and spec.synth_rates:
+        raise ConfigError("--spec-synth-len and --spec-synth-rates exclude each other; give one of them")
+    if drafter is None:
+        raise ConfigError("--spec-synth-len and --spec-synth-rates need a drafter: give --spec-type or --model-draft")
+    if spec.synth_length is not None:
+        found = rates_of_length(spec.synth_length, drafter.n_max)
+    else:
+        found = check_rates(spec.synth_rates, drafter.n_max)
+    log.warning(NOTICE)
+    return SyntheticAcceptance(found, n_slots, device)
 
 
 def cache_bytes(mib: int) -> int:

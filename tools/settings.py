@@ -105,6 +105,8 @@ class SpeculativeSettings:
     ngram_map_k: NgramSettings = NgramSettings()
     ngram_map_k4v: NgramSettings = NgramSettings()
     ngram_mod: NgramModSettings = NgramModSettings()
+    synth_length: float | None = None
+    synth_rates: tuple[float, ...] = ()
     lookup_static: str | None = None
     lookup_dynamic: str | None = None
 
