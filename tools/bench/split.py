@@ -1,6 +1,6 @@
 """Where a step spends its time: draft and verification by operation.
 
-On a GPU the times are those of the kernels themselves (torch.profiler), inside captured graphs too; a kernel belongs
+On a GPU the times are those of the kernels themselves (torch.profiler), without the gaps between them; a kernel belongs
 to the room of `ggufspec.kernels` that defines it. On the CPU they are exclusive times of the Python profiler, by the
 file that called into PyTorch, which also slows what it measures. The head is a matmul like any other, so its share is
 measured on its own.
@@ -27,7 +27,7 @@ from ggufspec.sampling import SamplingParams
 from .attach import Bench
 from .steady import SteadyEngine, run_streams
 
-PHASES = {"_draft": "draft", "_verify": "verify", "_choose": "sample", "_observe": "draft"}
+PHASES = {"_draft": "draft", "_verify": "verify", "_settle": "sample", "_observe": "draft"}  # of the decoder
 N_STEPS = 8
 ROOMS = "ggufspec.kernels."
 
@@ -37,16 +37,20 @@ def split_step(bench: Bench, engine: SteadyEngine, prompt: Sequence[int]) -> dic
     n = engine.n_max
     recorder: Recorder = CudaRecorder() if engine.device.type == "cuda" else CpuRecorder()
     decoder = engine.decoder
-    for method, phase in PHASES.items():
-        setattr(decoder, method, recorder.wrapped(getattr(decoder, method), phase))
+    stages: list[tuple[Any, str, str]] = [(decoder, method, phase) for method, phase in PHASES.items()]
+    stages.append((decoder.chooser, "simple", "sample"))
+    graphs, decoder.graphs = decoder.graphs, None  # stage by stage: the same kernels, launched one by one
+    for owner, method, phase in stages:
+        setattr(owner, method, recorder.wrapped(getattr(owner, method), phase))
     sampling = [SamplingParams(temperature=0.0, seed=1)]
     try:
         recorder.start()
         run = run_streams(engine, [prompt], N_STEPS * (n + 1) // 2, sampling)
         parts = recorder.stop()
     finally:
-        for method in PHASES:
-            delattr(decoder, method)
+        decoder.graphs = graphs
+        for owner, method, _ in stages:
+            delattr(owner, method)
     n_steps = max(run.stats.n_decode, 1)
     out = {phase: {part: ms / n_steps for part, ms in found.items()} for phase, found in parts.items()}
     out = {phase: out.get(phase, {}) for phase in ("draft", "verify", "sample")}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ggufspec.drafters.synth import SyntheticAcceptance
 from ggufspec.engine import Engine, EngineStats
@@ -81,8 +81,7 @@ def run_streams(
             f"{engine.n_ctx} tokens; use fewer streams, -n, or a larger -c"
         )
     if engine.decoder.synthetic is not None:
-        for i, params in enumerate(sampling):
-            engine.decoder.synthetic.start(i, params.seed + len(engine.slots) * nth)
+        sampling = [replace(params, seed=params.seed + len(engine.slots) * nth) for params in sampling]
     start = time.perf_counter()
     jobs = [
         engine.submit(Request(list(prompt), params, cache_prompt=False, slot=i))

@@ -46,8 +46,8 @@ class Stepper:
                 self.n_past[slot] += len(chunk)
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, slots: Sequence[int]) -> None:
-        """One token [B] for each of the slots, all of them together, waited for."""
+    def step(self, tokens: Tensor, slots: Sequence[int]) -> Tensor:
+        """One token [B] for each of the slots, all of them together, waited for; their logits [B, 1, V]."""
         past = torch.tensor([self.n_past[s] for s in slots])
         host = torch.stack([tokens, torch.tensor(list(slots)), past])
         if self.device.type == "cuda":
@@ -60,13 +60,11 @@ class Stepper:
             return output.logits
 
         arguments = (host[0], host[1], host[2])
-        if self.graphs is None:
-            stage(*arguments)
-        else:
-            self.graphs.run("step", stage, arguments)
+        logits: Tensor = stage(*arguments) if self.graphs is None else self.graphs.run("step", stage, arguments)
         self.wait()
         for slot in slots:
             self.n_past[slot] += 1
+        return logits
 
     def wait(self) -> None:
         if self.device.type == "cuda":

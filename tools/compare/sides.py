@@ -132,7 +132,7 @@ def _ask(server: Server | None, peer: str, settings: PeerSettings, prompt: Seque
 
 def run_ours(engine: Engine, prompt: Sequence[int], n_tokens: int, top: int = 0) -> Answer:
     """The same request to our engine. Speeds count what llama.cpp counts: from the first token on."""
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, n_probs=top)
     request = Request(list(prompt), sampling, n_predict=n_tokens, cache_prompt=False, n_probs=top)
     outs: list[Any] = []
     job = None

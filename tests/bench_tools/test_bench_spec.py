@@ -1,0 +1,218 @@
+"""`ggufspec bench spec`: streams at constant width, figures from runs, drafters in turn, the page."""
+
+import json
+import re
+import xml.dom.minidom
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from families import make_dflash, make_qwen35
+
+from ggufspec.drafters.synth import rates_of_length
+from ggufspec.engine import EngineStats
+from ggufspec.errors import ConfigError
+from ggufspec.sampling import SamplingParams
+from ggufspec.tools.bench import command, plots
+from ggufspec.tools.bench.attach import Bench, default_drafters, parse_drafter, set_width
+from ggufspec.tools.bench.spec import Plan, measure
+from ggufspec.tools.bench.steady import Run, accept_at_random, run_streams
+from ggufspec.tools.bench.summary import Pair, Spread, parity_text, summarize
+from ggufspec.tools.bench.workloads import WORKLOADS, choose, own_prompts, read_prompts
+from ggufspec.tools.settings import ModelSettings, Settings
+
+PROMPTS = [list(range(5, 17)), list(range(40, 49)), list(range(20, 44))]
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spec")
+    make_qwen35(folder / "t.gguf", seed=3, follow=1.5)
+    make_dflash(folder / "ds.gguf", kind="dspark", follow=1.5, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bench(folder):
+    return Bench.load(Settings(model=ModelSettings(path=str(folder / "t.gguf"))), 3, 256, show_progress=False)
+
+
+def drafted(bench, folder, kind="mtp", n_max=3):
+    choice = parse_drafter(kind if kind == "mtp" else f"{kind}={folder / 'ds.gguf'}")
+    return bench.engine(bench.load_drafter(choice, n_max), ignore_eos=True)
+
+
+def test_streams_keep_their_width(bench, folder):
+    """Every step decodes all streams and drafts the full width; all have their tokens at the end."""
+    engine = drafted(bench, folder)
+    run = run_streams(engine, PROMPTS, 20, [GREEDY] * 3)
+    assert min(len(t) for t in run.tokens) >= 20
+    assert run.stats.n_slots_decoded == 3 * run.stats.n_decode == run.stats.n_drafts
+    assert run.stats.draft_n == 3 * 3 * run.stats.n_decode
+    assert sum(run.n_tokens) == run.stats.n_drafts + run.stats.draft_n_accepted
+    assert [len(t) - 1 for t in run.tokens] == run.n_tokens or sum(run.n_tokens) < sum(map(len, run.tokens))
+    assert engine.idle and 0 < run.stats.draft_n_accepted
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dspark"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_leave_the_streams_alone(bench, folder, kind, temperature):
+    sampling = [replace(GREEDY, temperature=temperature, seed=7 + i) for i in range(3)]
+    plain = run_streams(bench.engine(None, ignore_eos=True), PROMPTS, 16, sampling)
+    other = run_streams(drafted(bench, folder, kind), PROMPTS, 16, sampling)
+    assert parity_text([Pair(plain, other)], False) == "equal"
+    other.tokens[1][5] += 1
+    assert parity_text([Pair(plain, other)], False).startswith("1 of 3 differ (stream 1, token 5: ")
+
+
+def test_synthetic_acceptance_has_the_length_asked_for(bench, folder):
+    engine = drafted(bench, folder, "dspark", 5)
+    accept_at_random(engine, rates_of_length(3.0, 5))
+    n_drafts = n_accepted = 0
+    seen = set()
+    for nth in range(4):
+        stats = run_streams(engine, PROMPTS, 150, [GREEDY] * 3, nth).stats
+        n_drafts, n_accepted = n_drafts + stats.n_drafts, n_accepted + stats.draft_n_accepted
+        seen.add(stats.draft_n_accepted)
+    assert 1 + n_accepted / n_drafts == pytest.approx(3.0, abs=0.25)
+    assert len(seen) > 1  # another run, other random numbers
+
+
+def test_too_little_room_is_refused(bench):
+    with pytest.raises(ConfigError, match="3 slots of 256 tokens"):
+        run_streams(bench.engine(None, ignore_eos=True), PROMPTS, 250, [GREEDY] * 3)
+
+
+def test_a_width_is_the_drafters_own(bench, folder):
+    """A block drafter set to n drafts what one loaded with n drafts."""
+    wide = drafted(bench, folder, "dspark", 7)
+    assert set_width(wide, 3) == 3 and set_width(wide, 99) == wide.drafter.backbone.config.n_limit
+    set_width(wide, 3)
+    a = run_streams(wide, PROMPTS, 24, [GREEDY] * 3)
+    b = run_streams(drafted(bench, folder, "dspark", 3), PROMPTS, 24, [GREEDY] * 3)
+    assert (a.stats.draft_n, a.stats.accepted_at) == (b.stats.draft_n, b.stats.accepted_at)
+
+
+def fake(ms, n, steps=10, **stats):
+    counts = EngineStats(n_decode=steps, n_drafts=steps, **stats)
+    return Run([n], ms, 5.0, counts, [list(range(n + 1))])
+
+
+def test_summary_of_known_runs():
+    drafts = dict(draft_n=30, draft_n_accepted=12, accepted_at=[8, 3, 1], draft_ms=20.0, verify_ms=60.0, sample_ms=5.0)
+    pairs = [Pair(fake(200.0, 20, 20), fake(ms, 22, **drafts)) for ms in (100.0, 110.0, 121.0)]
+    cell = summarize(pairs, drafter="x", n_max=3, temperature=0, n_streams=1, workload="code", is_synthetic=False)
+    assert cell.mean_length == pytest.approx(2.2) and cell.accept_rate == pytest.approx(0.4)
+    assert cell.accepted_per_position == pytest.approx([0.8, 0.3, 0.1])
+    assert (cell.draft_ms.median, cell.verify_ms.median, cell.sample_ms.median) == (2.0, 6.0, 0.5)
+    assert cell.step_ms == Spread(11.0, 10.5, 11.55) and cell.host_ms.median == pytest.approx(2.5)
+    assert cell.decode_speedup.median == pytest.approx(10 / (110 / 22))
+    assert cell.wall_speedup.median == pytest.approx((205 / 21) / (115 / 23))
+    assert cell.stream_tokens_per_second.median == pytest.approx(1000 * 22 / 110) and cell.parity == "equal"
+
+
+def test_measure_every_combination(bench, folder):
+    choices = [parse_drafter("mtp"), parse_drafter(f"dspark={folder / 'ds.gguf'},synth-len=2.5")]
+    plan = Plan(choices, [2, 4], [0.0, 1.0], [1, 3], {"a": PROMPTS[:2], "b": PROMPTS[2:]}, 5, 1, GREEDY, True)
+    kept = []
+    results = measure(bench, plan, show_progress=False, on_drafter=lambda r: kept.append(len(r.cells)))
+    key = [(c.drafter, c.n_max, c.temperature, c.n_streams, c.workload) for c in results.cells]
+    assert len(key) == len(set(key)) == 2 * 2 * 2 * 2 * 3 and kept == [24, 48]
+    assert {c.parity for c in results.cells if c.drafter == "mtp"} == {"equal"}
+    assert {c.parity for c in results.cells if c.drafter == "dspark"} == {"synthetic"}
+    assert [p["result"] for p in results.parity] == ["equal", "equal"]
+    for cell in results.cells:
+        rates = cell.accepted_per_position
+        assert len(rates) == cell.n_max and rates == sorted(rates, reverse=True)
+        assert cell.mean_length == pytest.approx(1 + sum(rates))
+        assert cell.n_runs == {"a": 1 if cell.n_streams > 1 else 2, "b": 1}.get(cell.workload, cell.n_runs)
+
+
+def test_the_command_writes_table_json_and_page(folder, tmp_path):
+    out = CliRunner().invoke(
+        command,
+        ["spec", "-m", str(folder / "t.gguf"), "--drafter", "mtp,n=2", "--drafter", f"{folder / 'ds.gguf'},n=3", "-n",
+         "8", "-r", "1", "--n-prompts", "1", "-np", "1,2", "--workload", "code,chat", "--split", "-c", "512",
+         "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "o.html")],
+        standalone_mode=False, catch_exceptions=False,
+    )  # fmt: skip
+    assert out.return_value == 0 and re.search(r"file +t\.gguf \(\d+ bytes, sha256 [0-9a-f]{64}\)", out.stdout)
+    data = json.loads((tmp_path / "o.json").read_text())
+    assert {c["drafter"] for c in data["cells"]} == {"mtp", "draft-dspark"} and len(data["cells"]) == 12
+    assert all(c["parity"] == "equal" for c in data["cells"])
+    for entry in data["split"]:
+        assert {"matmul", "head", "attention"} <= set(entry["verify"]) and "gdn" in entry["verify"]
+    page = (tmp_path / "o.html").read_text()
+    assert not re.search(r"https?:|<script|@import|url\(", page)
+    pictures = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(pictures) == 9
+    for picture in pictures:
+        xml.dom.minidom.parseString(picture)
+
+
+def test_differing_streams_fail_the_command(folder, monkeypatch):
+    from ggufspec.tools.bench import spec
+
+    monkeypatch.setattr(spec, "parity_text", lambda pairs, synthetic: "1 of 1 differ (somewhere)")
+    out = CliRunner().invoke(
+        command,
+        ["spec", "-m", str(folder / "t.gguf"), "-n", "4", "-r", "1", "--n-prompts", "1", "--workload", "code"],
+        standalone_mode=False, catch_exceptions=False,
+    )  # fmt: skip
+    assert out.return_value == 1
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("mtp,n", "is not one of n="),
+        ("mtp,m=3", "is not one of n="),
+        ("mtp,n=three", "expected numbers"),
+        ("/nowhere.gguf", "/nowhere.gguf"),
+    ],
+)
+def test_bad_drafters(text, message):
+    from ggufspec.errors import GgufspecError
+
+    with pytest.raises(GgufspecError, match=re.escape(message)):
+        parse_drafter(text)
+
+
+def test_drafters_by_file_and_by_default(folder, bench):
+    found = parse_drafter(f"{folder / 'ds.gguf'},n=5,synth-rates=0.5/0.25/0.1/0.1/0")
+    assert (found.kind, found.n_max, found.synth_rates) == ("draft-dspark", 5, (0.5, 0.25, 0.1, 0.1, 0.0))
+    assert found.rates(5) == [0.5, 0.25, 0.1, 0.1, 0.0]
+    assert [c.kind for c in default_drafters(bench.file, False)] == ["draft-mtp"]
+    with pytest.raises(ConfigError, match="an ordinary model; write draft-simple="):
+        parse_drafter(str(make_qwen35(folder / "plain.gguf", mtp=False)))
+
+
+def test_workloads(tmp_path):
+    prompts = own_prompts()
+    assert set(choose(prompts, (), 4)) == set(WORKLOADS) and all(len(p) == 4 for p in choose(prompts, (), 4).values())
+    assert list(choose(prompts, ("json",), 2)) == ["json"] and len(choose(prompts, ("json",), 2)["json"]) == 2
+    with pytest.raises(ConfigError, match="--workload poems: there are no such prompts; expected code, json"):
+        choose(prompts, ("poems",), 1)
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "a", "workload": "w"}\n\n{"prompt": "b"}\n')
+    assert [(p.workload, p.text) for p in read_prompts(str(own))] == [("w", "a"), ("own", "b")]
+    own.write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match='entry 1 has no "prompt"'):
+        read_prompts(str(own))
+    text = tmp_path / "poem.txt"
+    text.write_text("Roses")
+    assert [(p.workload, p.text) for p in read_prompts(str(text))] == [("poem", "Roses")]
+
+
+def test_plots_place_values():
+    """Higher values stand higher, stacked bars end where the next one begins, labels are escaped."""
+    picture = plots.lines({"a<b": [(1, 1.0), (2, 3.0)]}, "n", "x", reference=1.0)
+    document = xml.dom.minidom.parseString(picture)
+    low, high = (float(c.getAttribute("cy")) for c in document.getElementsByTagName("circle"))
+    assert high < low and "a&lt;b" in picture
+    stacked = xml.dom.minidom.parseString(plots.bars({"g": {"one": 2.0, "two": 1.0}}, "ms", stacked=True))
+    first, second = stacked.getElementsByTagName("rect")[:2]
+    y, height = (float(second.getAttribute(name)) for name in ("y", "height"))
+    assert y + height == pytest.approx(float(first.getAttribute("y")), abs=0.11)
+    assert float(first.getAttribute("height")) == pytest.approx(2 * height, abs=0.2)

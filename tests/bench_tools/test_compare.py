@@ -1,0 +1,115 @@
+"""`ggufspec compare`: the bundled family here and in llama.cpp, and how differences are told."""
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+from families import make_qwen35
+
+from ggufspec.errors import ConfigError
+from ggufspec.gguf_file import open_gguf
+from ggufspec.tools.bench.attach import Bench
+from ggufspec.tools.compare import command, is_same, table, to_f16
+from ggufspec.tools.compare.peers import PeerError, PeerSettings, check_peer, open_peer
+from ggufspec.tools.compare.sides import Difference, Row, run_ours
+from ggufspec.tools.settings import ModelSettings, Settings
+
+
+def compare(*args):
+    return CliRunner().invoke(command, ["-t", "1", *args], standalone_mode=False, catch_exceptions=False)
+
+
+def row(**changes):
+    made = Row("mtp", 3, 2, [], (100, 100), (50, 51), 40, [10.0, 12.0], [20.0, 20.0])
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_row_adds_up():
+    made = row()
+    assert made.rates == (0.5, 0.51) and made.points == pytest.approx(-1) and made.n_equal == 2
+    made = row(accepted=(19, 0))
+    assert made.lengths == (38 / 19, 1.0)  # 40 tokens of 2 streams: 38 came from steps
+    mean, low, high = made.ratio()
+    assert mean == pytest.approx((0.5 * 0.6) ** 0.5) and 0.5 <= low <= mean <= high <= 0.6
+
+
+def test_what_counts_as_the_same():
+    tie = Difference(0, 3, [(1, -0.7), (2, -0.7)], [(2, -0.7000), (1, -0.7004)])
+    real = Difference(0, 3, [(1, -0.7), (2, -0.7)], [(2, -0.5), (1, -0.9)])
+    assert is_same(row()) and is_same(row(differences=[tie]))
+    assert not is_same(row(differences=[real])) and not is_same(row(accepted=(50, 53)))
+    text = table.text([row(differences=[real])])
+    assert "mtp n=3, prompt 0, token 3: NOT a tie, gap 0.4" in text and "2: -0.5000  1: -0.9000" in text
+
+
+def test_peers_that_are_not_there():
+    with pytest.raises(ConfigError, match="--peer /nowhere/llama-server: no such program"):
+        check_peer("/nowhere/llama-server")
+    assert check_peer("http://localhost:1") == "http://localhost:1"
+    with open_peer("http://127.0.0.1:9", PeerSettings("m", 256, 1)) as server, pytest.raises(PeerError, match="answer"):
+        server.complete([1], 1)
+
+
+def test_f16_copies_hold_the_quantized_values(tmp_path):
+    made = make_qwen35(tmp_path / "q.gguf", type="Q8_0", seed=2)
+    to_f16(str(made), tmp_path / "f.gguf")
+    before, after = open_gguf(made), open_gguf(tmp_path / "f.gguf")
+    types = {t.layout.name for t in after.tensors.values()}
+    assert types <= {"F16", "F32"} and before.tensors.keys() == after.tensors.keys()
+    kinds = {t.layout.name for t in before.tensors.values()}
+    assert "Q8_0" in kinds and after.metadata["general.file_type"] == 1
+
+
+def test_a_binary_that_fails_shows_its_log(tmp_path):
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho cannot load model: $2 >&2; exit 1\n")
+    program.chmod(0o755)
+    with pytest.raises(PeerError, match="did not start: cannot load model: m.gguf"):
+        open_peer(check_peer(str(program)), PeerSettings("m.gguf", 256, 1))
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_the_bundled_family_says_and_accepts_the_same(tmp_path):
+    """Tokens equal, acceptance within 2 points, for MTP, DSpark and DFlash2; the table and the JSON say so."""
+    out = compare(
+        "--drafter", "mtp,n=2", "--drafter", "dspark", "--drafter", "dflash2", "-n", "24", "--n-prompts", "1",
+        "--workload", "code,json", "--json", str(tmp_path / "o.json"),
+    )  # fmt: skip
+    assert out.return_value == 0, out.stdout
+    assert "all 2 prompts are the same tokens on both sides" in out.stdout
+    assert re.search(r"tiny-target\.gguf is compared as F16", out.stdout)
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [r["name"] for r in rows] == ["plain", "mtp", "dspark", "dflash2"]
+    for r in rows:
+        assert r["n_equal"] == r["n_prompts"] == 2
+        assert abs(r["points"]) <= 2 and (r["accepted"][1] > 0) == (r["name"] != "plain")
+
+
+@pytest.mark.peer
+def test_a_running_server_is_taken_as_it_is(tmp_path):
+    """A URL: its own model and drafter; without one named here, the plain runs are compared."""
+    model = str(make_qwen35(tmp_path / "m.gguf", seed=3, follow=1.5))
+    with open_peer("xllamacpp", PeerSettings(model, 512, 1)) as server:
+        out = compare("-m", model, "--peer", server.address, "-n", "8", "--n-prompts", "1", "--workload", "prose")
+        bench = Bench.load(Settings(model=ModelSettings(path=model)), 1, 256, show_progress=False)
+        answer = server.complete([70, 71, 72], 6, 5)
+    assert "1/1" in out.stdout and out.return_value == 0
+    ours = run_ours(bench.engine(None, ignore_eos=False), [70, 71, 72], 6, 5)
+    assert ours.tokens == answer.tokens and len(ours.top) == 6
+    assert [t for t, _ in ours.top[0][:2]] == [t for t, _ in answer.top[0][:2]]
+
+
+@pytest.mark.peer
+def test_a_difference_is_found_and_explained(tmp_path):
+    """A peer with other weights: the first token that differs, with both sides' likeliest ones."""
+    ours, theirs = (str(make_qwen35(tmp_path / f"{i}.gguf", seed=i, follow=1.5)) for i in (3, 4))
+    with open_peer("xllamacpp", PeerSettings(theirs, 512, 1)) as server:
+        out = compare("-m", ours, "--peer", server.address, "-n", "8", "--n-prompts", "1", "--workload", "prose")
+    assert out.return_value == 1 and "0/1" in out.stdout
+    assert re.search(r"plain n=0, prompt 0, token \d: NOT a tie", out.stdout)
+    assert re.search(r"here +\d+: -?\d+\.\d{4}  \d", out.stdout)
+    assert re.search(r"llama\.cpp +\d+: -?\d+\.\d{4}  \d", out.stdout)
