@@ -61,7 +61,7 @@ TABLE = (
     Row("unknown path", "/nope"),
     Row("models", "/v1/models", loose=("created",)),
     Row("models without v1", "/models", loose=("created",)),
-    Row("props", "/props", loose=("media_marker", "build_info", "chat_template_caps")),
+    Row("props", "/props", loose=("media_marker", "build_info")),
     Row("lora list", "/lora-adapters"),
     Row("tools off", "/tools"),
     # -- native completions

@@ -31,7 +31,8 @@ TOOLS = [
             "description": "Weather of a city",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}, "days": {"type": "integer"}},
+                "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+                "additionalProperties": False,
                 "required": ["city"],
             },
         },

@@ -299,7 +299,7 @@ def wait_until(condition, timeout_s=5.0):
 
 
 def test_pings_while_waiting_for_a_slot():
-    engine = FakeEngine(n_slots=1, step_s=0.05)
+    engine = FakeEngine(n_slots=1, step_s=0.015)
     with serve_fake(engine) as client:
         blocker = threading.Thread(target=lambda: post(client, "/completion", {"prompt": "one"}))
         blocker.start()
