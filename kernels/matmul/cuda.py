@@ -306,7 +306,8 @@ def run(
     pdl: start before the previous kernel has ended and read weights meanwhile (default: from capability 9.0 on).
     n_parts: compile for at least so many parts a tile.
     """
-    from ggufspec.kernels.matmul.gluon import narrow, pair
+    from ggufspec.kernels.matmul.gluon import narrow
+    from ggufspec.kernels.matmul.ptx import pair
 
     config = config or launch.config
     form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
@@ -346,7 +347,8 @@ def unpack_half(weight: PackedWeight, first: int, count: int) -> Tensor:
     if "low" not in weight.parts or capability(weight.device.index) < (8, 0):
         triton.unpack_to(out, weight, first, half_factor(weight))
         return out
-    from ggufspec.kernels.matmul.gluon import pair, unpack
+    from ggufspec.kernels.matmul.gluon import unpack
+    from ggufspec.kernels.matmul.ptx import pair
 
     source = triton.source_of(weight)
     minimum = half_factor(weight) * (1 if source.form.scale == "half_min" else -1)

@@ -96,14 +96,14 @@ def run_ptx(text: str, operands: dict[int, int]) -> dict[int, int]:
 
 @pytest.mark.parametrize("type_name", FORMS)
 def test_the_kernels_assembly_decodes_every_form(type_name):
-    gluon = pytest.importorskip("ggufspec.kernels.matmul.gluon")
+    ptx = pytest.importorskip("ggufspec.kernels.matmul.ptx")
     raw, shift, parts = packed(type_name, 2, 256, seed=5)
     form = repack.FORMS[type_name]
     expected = decode(raw, type_name).double()
     out = torch.zeros(2, 256, dtype=torch.double)
     sign = 1 if form.scale == "half_min" else -1
     minimum = sign * 2.0 ** (shift - 24)
-    word = lambda x: u32(gluon.pair(x))  # noqa: E731
+    word = lambda x: u32(ptx.pair(x))  # noqa: E731
     sixteenth = word(1 / 16)
     for row in range(2):
         low = [u32(w) for w in parts["low"][0, row]]
@@ -115,33 +115,33 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                 for k in range(4):
                     d |= (scale[k] & 0xF000F000) >> (12 - 4 * k)
                 extra = (word(minimum), word(-1024 * minimum), word(-1024), sixteenth)
-                r = run_ptx(gluon.SIX_BIT.value, dict(zip(range(3, 9), (scale[c], d, *extra))))
+                r = run_ptx(ptx.SIX_BIT.value, dict(zip(range(3, 9), (scale[c], d, *extra))))
                 triples = [(r[0], r[1], r[2])] * 2
             elif form.scale == "int8":
                 d = int(parts["d"][0, row]) & 0xFFFF
                 extra = (0x64646464, word(-1152), sixteenth, word(-form.offset * 2.0**-24))
-                r = run_ptx(gluon.INT8.value, dict(zip(range(6, 12), (scale[c], d, *extra))))
+                r = run_ptx(ptx.INT8.value, dict(zip(range(6, 12), (scale[c], d, *extra))))
                 triples = [(r[0], r[1], r[2]), (r[3], r[4], r[5])]
             elif form.low == 16:
                 triples = []
             elif form.scale == "nibbles":
                 d = u32(parts["d"][0, row])
                 extra = (0x64646464, word(-1024), word(minimum), word(-1024 * minimum), sixteenth)
-                r = run_ptx(gluon.NIBBLES.value, dict(zip(range(6, 13), (scale[c], d, *extra))))
+                r = run_ptx(ptx.NIBBLES.value, dict(zip(range(6, 13), (scale[c], d, *extra))))
                 triples = [(r[0], r[1], r[2]), (r[3], r[4], r[5])]
             elif form.scale == "six_table":
                 d = sum(((scale[k] & 0xF000) >> 12) << 4 * k for k in range(4))
                 lift = word(-128 * 2.0**-24)
-                r = run_ptx(gluon.SIX_TABLE.value, dict(zip(range(2, 6), (scale[c], d, word(-1056), lift))))
+                r = run_ptx(ptx.SIX_TABLE.value, dict(zip(range(2, 6), (scale[c], d, word(-1056), lift))))
                 triples = [(r[0], 0, r[1])] * 2
             elif form.scale in ("half", "half_table"):
                 lift = word(-form.offset * 2.0**-24)
-                r = run_ptx(gluon.HALF.value, {2: scale[c], 3: sixteenth, 4: lift})
+                r = run_ptx(ptx.HALF.value, {2: scale[c], 3: sixteenth, 4: lift})
                 triples = [(scale[c], r[0], r[1])] * 2
             else:
                 low_min = u32(parts["min"][0, row, c])
                 args = {2: scale[c], 3: low_min, 4: sixteenth, 5: word(minimum)}
-                r = run_ptx(gluon.HALF_MIN.value, args)
+                r = run_ptx(ptx.HALF_MIN.value, args)
                 triples = [(scale[c], r[0], r[1])] * 2
             for t in range(8):
                 s, s16, add = triples[t // 4] if triples else (0, 0, 0)
@@ -156,11 +156,11 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                         words.append(high[2 * c + t // 4 if form.high == 1 else 4 * c + t // 2])
                     args = {4 + 8 * k: w for k, w in enumerate([*words, s, s16, add])}
                 if form.low == 16:
-                    text = (gluon.BFLOAT16 if form.scale == "bf16" else gluon.FLOAT16).value
+                    text = (ptx.BFLOAT16 if form.scale == "bf16" else ptx.FLOAT16).value
                 elif form.scale.endswith("table"):
-                    text = gluon.TABLE.value
+                    text = ptx.TABLE.value
                 else:
-                    text = gluon.quant_ptx.fn(form.low, form.high, t % 4)
+                    text = ptx.quant_ptx.fn(form.low, form.high, t % 4)
                 r = run_ptx(text, args)
                 for k in range(4):
                     pair = torch.tensor([r[k] & 0xFFFF, r[k] >> 16], dtype=torch.int32).to(torch.int16)
