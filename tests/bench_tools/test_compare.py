@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -113,3 +114,49 @@ def test_a_difference_is_found_and_explained(tmp_path):
     assert re.search(r"plain n=0, prompt 0, token \d: NOT a tie", out.stdout)
     assert re.search(r"here +\d+: -?\d+\.\d{4}  \d", out.stdout)
     assert re.search(r"llama\.cpp +\d+: -?\d+\.\d{4}  \d", out.stdout)
+
+
+def quantizer(folder, then=""):
+    """A program with llama-quantize's command line: ours, and `then` done to its output."""
+    program = folder / "llama-quantize"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom ggufspec.tools.main import run\n"
+        f"status = run(['quantize', *sys.argv[1:]])\n{then}\nsys.exit(status)\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_equal_quantizers(tmp_path):
+    model = str(make_qwen35(tmp_path / "m.gguf", seed=3))
+    out = compare("-m", model, "--quantize", "Q8_0,Q4_0", "--llama-quantize", quantizer(tmp_path), "--json",
+                  str(tmp_path / "o.json"))  # fmt: skip
+    assert out.return_value == 0, out.stdout
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [r["type"] for r in rows] == ["Q8_0", "Q4_0"]
+    for r in rows:
+        assert r["sha256"][0] == r["sha256"][1] and not r["differing"] and r["perplexity"][0] == r["perplexity"][1] > 1
+
+
+def test_quantizers_that_differ(tmp_path):
+    """One byte of one tensor: found, named, and scored on its own."""
+    model = str(make_qwen35(tmp_path / "m.gguf", seed=3))
+    flip = (
+        "from ggufspec.gguf_file import open_gguf\n"
+        "at = open_gguf(sys.argv[3]).tensors['output.weight'].offset\n"
+        "data = bytearray(open(sys.argv[3], 'rb').read()); data[at + 5] ^= 64; open(sys.argv[3], 'wb').write(data)"
+    )
+    out = compare("-m", model, "--quantize", "Q8_0", "--llama-quantize", quantizer(tmp_path, flip), "--json",
+                  str(tmp_path / "o.json"))  # fmt: skip
+    assert out.return_value == 1 and "NO" in out.stdout
+    (r,) = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert r["differing"] == ["output.weight"] and r["perplexity"][0] != r["perplexity"][1]
+
+
+def test_a_missing_or_failing_quantizer(tmp_path):
+    model = str(make_qwen35(tmp_path / "m.gguf", seed=3))
+    with pytest.raises(ConfigError, match="--quantize needs llama-quantize, but there is no program /nowhere"):
+        compare("-m", model, "--quantize", "Q8_0", "--llama-quantize", "/nowhere")
+    failing = quantizer(tmp_path, "print('out of luck', file=sys.stderr); status = 3")
+    with pytest.raises(PeerError, match="out of luck"):
+        compare("-m", model, "--quantize", "Q8_0", "--llama-quantize", failing)

@@ -24,6 +24,8 @@ from ggufspec.tools.settings import Settings
 
 from . import table
 from .peers import IN_PROCESS, PeerSettings, Server, check_peer, is_url, open_peer
+from .quantized import compare_quantized, find_quantizer
+from .quantized import table as quantized_table
 from .sides import Row, compare
 
 CELLS = 256
@@ -54,12 +56,17 @@ MAX_POINTS = 2.0
 @click.option("--prompts", "prompts_path", metavar="FILE", help="Own prompts, as in bench spec.")
 @click.option("--workload", "workload_text", metavar="NAME,...", help="Only these workloads.")
 @click.option("--n-prompts", default=4, show_default=True, type=click.IntRange(1), help="Prompts of each workload.")
+@click.option("--quantize", "types_text", metavar="TYPE,...",
+              help="Compare quantizers instead: the target quantized to each TYPE here and by llama-quantize, bytes "
+              "and perplexity.")  # fmt: skip
+@click.option("--llama-quantize", "quantizer", metavar="PATH", help="The llama-quantize of --quantize (default: beside "
+              "--peer's binary, or on PATH).")  # fmt: skip
 @click.option("--json", "json_path", metavar="FILE", help="Write all figures there.")
 @click.option("--markdown", is_flag=True, help="Print the table as markdown.")
 def command(
     settings: Settings, peer: str, drafters: tuple[str, ...], n_max_text: str | None, no_plain: bool, keep_types: bool,
     n_tokens: int, repetitions: int, prompts_path: str | None, workload_text: str | None, n_prompts: int,
-    json_path: str | None, markdown: bool,
+    types_text: str | None, quantizer: str | None, json_path: str | None, markdown: bool,
 ) -> int:  # fmt: skip
     """Run the same greedy prompts here and in llama.cpp: tokens, acceptance, speed.
 
@@ -67,7 +74,8 @@ def command(
     than 2 points.
     """
     log.setup(replace(settings.common, verbosity=min(settings.common.verbosity, 2)))
-    peer = check_peer(peer)
+    if types_text is None:
+        peer = check_peer(peer)
     is_bundled = settings.model.path is None
     if is_bundled:
         settings = replace(settings, model=replace(settings.model, path=str(bundled.target_path())))
@@ -75,6 +83,8 @@ def command(
     choices: list[DrafterChoice] = [parse_drafter(text, is_bundled) for text in drafters]
     if not choices and not is_url(peer):
         choices = default_drafters(open_gguf(settings.model.path), is_bundled)
+    if types_text is not None:
+        return _quantizers(settings, find_quantizer(peer, quantizer), types_text.split(","), prompts_path, json_path)
     facts = origin([settings.model.path, *(c.path for c in choices if c.path is not None)])
     with tempfile.TemporaryDirectory(prefix="ggufspec-compare-") as folder:
         notes: list[str] = []
@@ -96,6 +106,22 @@ def command(
         data["rows"] = [r.as_dict() for r in rows]
         Path(json_path).write_text(json.dumps(data, indent=1))
     return 0 if all(is_same(row) for row in rows) else 1
+
+
+def _quantizers(
+    settings: Settings, quantizer: str, types: list[str], text_path: str | None, json_path: str | None
+) -> int:  # fmt: skip
+    """Both quantizers on the target; status 1 when a file's bytes differ."""
+    assert settings.model.path is not None
+    facts = origin([settings.model.path, quantizer])
+    for line in lines(facts):
+        click.echo(line)
+    texts = own_prompts() if text_path is None else read_prompts(text_path)
+    found = compare_quantized(settings, quantizer, types, "\n\n".join(prompt.text for prompt in texts))
+    click.echo("\n" + quantized_table(found))
+    if json_path:
+        Path(json_path).write_text(json.dumps({"origin": facts, "rows": [r.as_dict() for r in found]}, indent=1))
+    return 0 if all(row.is_same for row in found) else 1
 
 
 def is_same(row: Row) -> bool:
