@@ -73,7 +73,7 @@ class Graphs:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
-        with without_collection(), torch.cuda.graph(graph, pool=self.pool):
+        with without_collection(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             outputs = stage(*inputs)
         self.n_bytes += torch.cuda.memory_reserved(self.device) - before
         return Captured(graph, inputs, outputs)
