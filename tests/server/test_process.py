@@ -13,7 +13,7 @@ import time
 import httpx
 import pytest
 
-from ggufspec.bundled import target_path
+from ggufspec.bundled import path, target_path
 
 RUN = [sys.executable, "-c", "from ggufspec.tools.main import main; main()", "server"]
 CODE = "def add(a, b):\n"
@@ -83,6 +83,27 @@ def test_a_bad_start_is_one_line_and_status_1(argv, words):
     code, lines = run("--port", "0", *argv)
     assert code == 1
     assert words in lines[-1] and not any("Traceback" in line for line in lines), lines
+
+
+def test_a_command_line_written_for_llama_server():
+    """What people already have in their scripts, with the bundled target and its DSpark drafter."""
+    line = (
+        "-ngl 999 -ub 2048 -b 8192 -c 2048 -fa on -fit off -ctk f16 -ctv f16 --alias local --no-mmap --parallel 2 "
+        "--spec-type draft-dspark --spec-draft-n-max 7 --spec-draft-p-min 0.0 -ctkd q8_0 -ctvd q8_0 --host 127.0.0.1 "
+        "--jinja --cache-ram 16384 --reasoning-preserve --cont-batching --metrics"
+    )
+    with Process(*line.split(), "--model-draft", str(path("dspark"))) as server:
+        answer = server.client.post("/completion", json={"prompt": CODE, "n_predict": 24, "temperature": 0}).json()
+        plain = {"prompt": CODE, "n_predict": 24, "temperature": 0, "speculative.n_max": 0, "cache_prompt": False}
+        alone = server.client.post("/completion", json=plain).json()
+        assert answer["content"] == alone["content"] and "draft_n" not in alone["timings"]
+        assert answer["timings"]["draft_n"] >= answer["timings"]["draft_n_accepted"] > 0
+        assert answer["generation_settings"]["speculative.types"] == "none,draft-dspark" and answer["model"] == "local"
+        metrics = server.client.get("/metrics").text
+        assert f"llamacpp:spec_decode_num_draft_tokens_total {answer['timings']['draft_n']}.0" in metrics
+        assert 'ggufspec:draft_accepted_total{drafter="draft-dspark",position="0"}' in metrics
+        assert "ggufspec:draft_ms_count" in metrics
+    assert "speculation is on" in server.log and "draft acceptance = " in server.log
 
 
 def test_a_taken_port_is_one_line():
