@@ -62,7 +62,8 @@ def prepare(x: Tensor) -> Activation:
         return plain.prepare(x)
     from ggufspec.kernels.matmul import triton
 
-    return triton.prepare(x)
+    with torch.cuda.device(x.device):  # Triton launches on the current device, not the tensors'
+        return triton.prepare(x)
 
 
 def matmul(a: Activation | Tensor, group: WeightGroup) -> tuple[Tensor, ...]:
@@ -73,7 +74,8 @@ def matmul(a: Activation | Tensor, group: WeightGroup) -> tuple[Tensor, ...]:
         raise ValueError(f"activation has {a.n_columns} columns, the weights {group.n_columns}")
     if a.rows.device.type == "cpu":
         return plain.matmul(a, group)
-    return cuda.matmul(a, group)
+    with torch.cuda.device(a.rows.device):
+        return cuda.matmul(a, group)
 
 
 def gather(weight: PackedWeight, ids: Tensor) -> Tensor:
@@ -82,4 +84,5 @@ def gather(weight: PackedWeight, ids: Tensor) -> Tensor:
         return plain.gather(weight, ids)
     from ggufspec.kernels.matmul import triton
 
-    return triton.gather(weight, ids)
+    with torch.cuda.device(weight.device):
+        return triton.gather(weight, ids)
