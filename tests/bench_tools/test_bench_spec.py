@@ -114,11 +114,11 @@ def test_summary_of_known_runs():
 
 def test_measure_every_combination(bench, folder):
     choices = [parse_drafter("mtp"), parse_drafter(f"dspark={folder / 'ds.gguf'},synth-len=2.5")]
-    plan = Plan(choices, [2, 4], [0.0, 1.0], [1, 3], {"a": PROMPTS[:2], "b": PROMPTS[2:]}, 5, 1, GREEDY, True)
+    plan = Plan(choices, [2, 4], [1.0], [1, 3], {"a": PROMPTS[:2], "b": PROMPTS[2:]}, 5, 1, GREEDY, True)
     kept = []
     results = measure(bench, plan, show_progress=False, on_drafter=lambda r: kept.append(len(r.cells)))
     key = [(c.drafter, c.n_max, c.temperature, c.n_streams, c.workload) for c in results.cells]
-    assert len(key) == len(set(key)) == 2 * 2 * 2 * 2 * 3 and kept == [24, 48]
+    assert len(key) == len(set(key)) == 2 * 2 * 2 * 3 and kept == [12, 24]
     assert {c.parity for c in results.cells if c.drafter == "mtp"} == {"equal"}
     assert {c.parity for c in results.cells if c.drafter == "dspark"} == {"synthetic"}
     assert [p["result"] for p in results.parity] == ["equal", "equal"]
@@ -183,6 +183,9 @@ def test_drafters_by_file_and_by_default(folder, bench):
     found = parse_drafter(f"{folder / 'ds.gguf'},n=5,synth-rates=0.5/0.25/0.1/0.1/0")
     assert (found.kind, found.n_max, found.synth_rates) == ("draft-dspark", 5, (0.5, 0.25, 0.1, 0.1, 0.0))
     assert found.rates(5) == [0.5, 0.25, 0.1, 0.1, 0.0]
+    assert parse_drafter("mtp,synth-p=0.5").rates(3) == [0.5, 0.25, 0.125]
+    with pytest.raises(ConfigError, match="expected 0 to 1"):
+        parse_drafter("mtp,synth-p=1.5").rates(1)
     assert [c.kind for c in default_drafters(bench.file, False)] == ["draft-mtp"]
     with pytest.raises(ConfigError, match="an ordinary model; write draft-simple="):
         parse_drafter(str(make_qwen35(folder / "plain.gguf", mtp=False)))

@@ -40,20 +40,27 @@ class DrafterChoice:
     p_min: float = 0.0
     synth_length: float | None = None
     synth_rates: tuple[float, ...] = ()
+    synth_p: float | None = None
 
     @property
     def is_synthetic(self) -> bool:
-        return self.synth_length is not None or bool(self.synth_rates)
+        return self.synth_length is not None or bool(self.synth_rates) or self.synth_p is not None
 
-    def rates(self, n_max: int) -> list[float]:
-        """Acceptance rates of the first n_max positions. ConfigError where length or rates do not fit n_max."""
+    def rates(self, longest: int) -> list[float]:
+        """Acceptance rates of the positions of the longest draft measured; shorter ones use the first of them.
+
+        ConfigError where length or rates do not fit.
+        """
         if self.synth_length is not None:
-            return rates_of_length(self.synth_length, n_max)
-        return check_rates(self.synth_rates, n_max)
+            return rates_of_length(self.synth_length, longest)
+        if self.synth_p is not None:
+            return check_rates([self.synth_p ** (i + 1) for i in range(longest)], longest)
+        return check_rates(self.synth_rates, longest)
 
 
 def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
-    """`TYPE`, `TYPE=FILE` or `FILE`, then `,n=N`, `,p-min=P`, `,synth-len=L`, `,synth-rates=P0/P1/...`.
+    """`TYPE`, `TYPE=FILE` or `FILE`, then `,n=N`, `,p-min=P`, `,synth-len=L`, `,synth-p=P`,
+    `,synth-rates=P0/P1/...`, `,label=NAME`.
 
     TYPE is a name of `--spec-type`, or mtp, dspark, dflash, dflash2. With the bundled target its own drafters need
     no file.
@@ -73,8 +80,8 @@ def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
     values: dict[str, str] = {}
     for item in rest:
         key, sign, value = item.partition("=")
-        if not sign or key not in ("n", "p-min", "synth-len", "synth-rates", "label"):
-            raise ConfigError(f"--drafter {text}: {item!r} is not one of n=, p-min=, synth-len=, synth-rates=, label=")
+        if not sign or key not in ("n", "p-min", "synth-len", "synth-rates", "synth-p", "label"):
+            raise ConfigError(f"--drafter {text}: {item!r} is not one of n=, p-min=, synth-len=, synth-p=, synth-rates=, label=")
         values[key] = value
     try:
         rates = tuple(float(part) for part in values["synth-rates"].split("/")) if "synth-rates" in values else ()
@@ -82,6 +89,7 @@ def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
             values.get("label") or label or kind, kind, path or None,
             int(values["n"]) if "n" in values else None, float(values.get("p-min", 0)),
             float(values["synth-len"]) if "synth-len" in values else None, rates,
+            float(values["synth-p"]) if "synth-p" in values else None,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"--drafter {text}: {error}; expected numbers") from None

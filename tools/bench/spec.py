@@ -108,6 +108,7 @@ def _measure_drafter(
     widths = plan.widths(choice)
     drafter = bench.load_drafter(choice, max(widths))
     engine = bench.engine(drafter, ignore_eos=plan.ignore_eos)
+    rates = choice.rates(set_width(engine, max(widths))) if choice.is_synthetic else []
     seen: set[int] = set()
     for wanted in widths:
         n_max = set_width(engine, wanted)
@@ -116,7 +117,7 @@ def _measure_drafter(
             continue
         seen.add(n_max)
         if choice.is_synthetic:
-            accept_at_random(engine, choice.rates(n_max))
+            accept_at_random(engine, rates[:n_max])
         bar.set_description(f"{choice.label} n={n_max}")
         for temperature in plan.temperatures:
             for n_streams in plan.streams:
@@ -187,7 +188,8 @@ def _sampled_parity(
 )
 @click.option("--drafter", "drafters", multiple=True, metavar="TYPE[=FILE][,n=N][,synth-len=L]",
               help="A drafter to measure; may be repeated. TYPE: mtp, dspark, dflash, dflash2, or a name of "
-              "--spec-type; a FILE alone says its own type. More items: p-min=P, synth-rates=P0/P1/..., label=NAME. "
+              "--spec-type; a FILE alone says its own type. More items: p-min=P, label=NAME, synth-rates=P0/P1/..., "
+              "synth-p=P (each drafted token is right with P if all before it are). "
               "Without -m: the bundled family's three; else the file's MTP block.")  # fmt: skip
 @click.option("--n-max", "n_max_text", metavar="1..8|1,2,4", help="Draft lengths (default: as each was trained).")
 @click.option("--temp", "temp_text", default="0", show_default=True, metavar="T,...", help="Temperatures.")

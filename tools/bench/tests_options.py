@@ -54,10 +54,16 @@ def modes(text: str, name: str) -> list[str]:
 
 
 def splits(text: str, name: str) -> list[tuple[float, ...]]:
-    try:
-        return [read.tensor_split(part.replace(";", "/")) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"error: invalid parameter for argument: {name}: {error}") from None
+    out = []
+    for part in text.split(","):
+        try:
+            shares = read.tensor_split(part.replace(";", "/"))
+        except ValueError as error:
+            raise ConfigError(f"error: invalid parameter for argument: {name}: {error}") from None
+        if isinstance(shares, str):
+            raise ConfigError(f"error: invalid parameter for argument: {name}: {part!r}; expected shares such as 3/1")
+        out.append(shares)
+    return out
 
 
 def layers(text: str, name: str) -> list[int]:
