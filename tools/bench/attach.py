@@ -25,6 +25,7 @@ from ggufspec.weights import Weights
 from .steady import SteadyEngine, endless
 
 ALIASES = {"mtp": "draft-mtp", "dspark": "draft-dspark", "dflash": "draft-dflash", "dflash2": "draft-dflash"}
+ITEMS = ("n", "p-min", "synth-len", "synth-p", "synth-rates", "label")
 DEFAULT_N_MAX = DraftOptions.n_max
 UNLIMITED = 1024  # lowered to what the drafter and a step can take
 
@@ -80,8 +81,8 @@ def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
     values: dict[str, str] = {}
     for item in rest:
         key, sign, value = item.partition("=")
-        if not sign or key not in ("n", "p-min", "synth-len", "synth-rates", "synth-p", "label"):
-            raise ConfigError(f"--drafter {text}: {item!r} is not one of n=, p-min=, synth-len=, synth-p=, synth-rates=, label=")
+        if not sign or key not in ITEMS:
+            raise ConfigError(f"--drafter {text}: {item!r} is not one of {', '.join(f'{name}=' for name in ITEMS)}")
         values[key] = value
     try:
         rates = tuple(float(part) for part in values["synth-rates"].split("/")) if "synth-rates" in values else ()
