@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ggufspec.chat_parse import Delta
 
 from .answer import Answer, Step
 from .chat import ChatPrompt, read_chat
-from .errors import ApiError, parse_object
+from .errors import ApiError, read_object
 from .native import run_completion
 from .respond import Chunk, JsonResponse
 from .state import ServerState, random_id
@@ -208,7 +209,7 @@ class MessagesForm:
         return out | {"usage": self._usage(answer, answer.n_decoded)}
 
     def failed(self, error: ApiError) -> Chunk:
-        return ("error", error.body())
+        return ("error", {"type": "error", **error.body()})
 
     def _stop_reason(self, answer: Answer) -> str:
         if answer.finish_reason == "length":
@@ -266,12 +267,12 @@ def _input(arguments: str) -> Any:
 
 
 async def messages(http: HttpRequest, state: ServerState) -> Response:
-    chat = read_chat(state, to_chat(parse_object(await http.body())))
+    chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
     return await run_completion(
         http, state, chat.task, [chat.tokens], lambda many: MessagesForm(state, chat), is_list=False
     )
 
 
 async def count_tokens(http: HttpRequest, state: ServerState) -> Response:
-    chat = read_chat(state, to_chat(parse_object(await http.body())))
+    chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
     return JsonResponse({"input_tokens": len(chat.tokens)})

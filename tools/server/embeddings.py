@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from .answer import Answer, Step
-from .errors import ApiError, parse_object
+from .errors import ApiError, read_object
 from .prompts import read_prompts
 from .respond import Chunk, respond
 from .state import ServerState
@@ -32,14 +33,14 @@ async def _embeddings(http: HttpRequest, state: ServerState, openai: bool) -> Re
         raise ApiError("This server does not support embeddings. Start it with `--embeddings`", 501)
     if openai and (config.pooling or "none") == "none":
         raise ApiError("Pooling type 'none' is not OAI compatible. Please use a different pooling type")
-    body = parse_object(await http.body())
+    body = await read_object(http)
     name = "input" if "input" in body else "content"
     if name not in body:
         raise ApiError('"input" or "content" must be provided')
     encoding = body.get("encoding_format", "float")
     if encoding not in ("float", "base64"):
         raise ApiError('The format to return the embeddings in. Can be either "float" or "base64"')
-    prompts, _ = read_prompts(body, state.model.tokenizer, name)
+    prompts, _ = await asyncio.to_thread(read_prompts, body, state.model.tokenizer, name)
     if any(not prompt for prompt in prompts):
         raise ApiError("Input content cannot be empty")
     task = state.reader.read({})

@@ -5,8 +5,11 @@ Clients compare these texts, so the messages of the JSON library it uses are rep
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
+
+from starlette.requests import Request
 
 from ggufspec.errors import GgufspecError, RequestError
 
@@ -102,6 +105,15 @@ def parse_json(body: bytes) -> Any:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+LARGE_BODY = 1 << 16  # bytes; reading more would hold up the event loop
+
+
+async def read_object(http: Request) -> dict[str, Any]:
+    """The request's body as an object; a large one is parsed beside the event loop."""
+    body = await http.body()
+    return await asyncio.to_thread(parse_object, body) if len(body) > LARGE_BODY else parse_object(body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from .errors import ApiError, parse_object, type_error
+from .errors import ApiError, read_object, type_error
 from .native import NativeForm, run_completion, set_grammar
 from .state import ServerState
 
@@ -25,7 +25,7 @@ async def infill(http: HttpRequest, state: ServerState) -> Response:
     ]
     if missing:
         raise ApiError(f"Infill is not supported by this model: {''.join(missing)}", 501)
-    body = parse_object(await http.body())
+    body = await read_object(http)
     for key in ("input_prefix", "input_suffix"):
         if key not in body:
             raise ApiError(f'"{key}" is required')

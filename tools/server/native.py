@@ -15,7 +15,7 @@ from ggufspec.grammar import GrammarSpec, GrammarState
 from ggufspec.job import Request
 
 from .answer import Answer, Step
-from .errors import ApiError, parse_object, type_error
+from .errors import ApiError, read_object, type_error
 from .fields import Task
 from .prompts import read_prompts, tokenize_mixed
 from .respond import Chunk, JsonResponse, respond
@@ -132,8 +132,8 @@ async def run_completion(
 
 
 async def completion(http: HttpRequest, state: ServerState) -> Response:
-    body = parse_object(await http.body())
-    prompts, is_list = read_prompts(body, state.model.tokenizer)
+    body = await read_object(http)
+    prompts, is_list = await asyncio.to_thread(read_prompts, body, state.model.tokenizer)
     task = state.reader.read(body)
     set_grammar(state, task, body)
     return await run_completion(
@@ -162,7 +162,7 @@ async def check_grammar(state: ServerState, task: Task) -> None:
 
 
 async def tokenize(http: HttpRequest, state: ServerState) -> Response:
-    body = parse_object(await http.body())
+    body = await read_object(http)
     tokenizer = state.model.tokenizer
     content = body.get("content", "")
     special = bool(body.get("add_special", False))
@@ -186,7 +186,7 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 async def detokenize(http: HttpRequest, state: ServerState) -> Response:
-    body = parse_object(await http.body())
+    body = await read_object(http)
     tokens = body.get("tokens", [])
     if not isinstance(tokens, list):
         raise ApiError(type_error("array", tokens))

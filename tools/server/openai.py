@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ggufspec.chat_parse import Delta
 
 from .answer import Answer, Step, usage
 from .chat import ChatPrompt, read_chat
-from .errors import ApiError, parse_object
+from .errors import ApiError, read_object
 from .fields import Task
 from .native import final, run_completion, set_grammar
 from .prompts import read_prompts
@@ -100,8 +101,8 @@ class TextForm(_Envelope):
 
 
 async def completions(http: HttpRequest, state: ServerState) -> Response:
-    body = parse_object(await http.body())
-    prompts, is_list = read_prompts(body, state.model.tokenizer)
+    body = await read_object(http)
+    prompts, is_list = await asyncio.to_thread(read_prompts, body, state.model.tokenizer)
     task = state.reader.read(body)
     set_grammar(state, task, body)
     return await run_completion(http, state, task, prompts, lambda many: TextForm(state, task), is_list)
@@ -201,8 +202,8 @@ def finish_reason(answer: Answer, tool_calls: Sequence[Any]) -> str:
 
 
 async def chat_completions(http: HttpRequest, state: ServerState) -> Response:
-    body = parse_object(await http.body())
-    chat = read_chat(state, body)
+    body = await read_object(http)
+    chat = await asyncio.to_thread(read_chat, state, body)
     task = chat.task
     return await run_completion(
         http, state, task, [chat.tokens], lambda many: ChatForm(state, task, chat, task.n_cmpl), is_list=False
@@ -210,17 +211,18 @@ async def chat_completions(http: HttpRequest, state: ServerState) -> Response:
 
 
 async def chat_input_tokens(http: HttpRequest, state: ServerState) -> Response:
-    chat = read_chat(state, parse_object(await http.body()))
+    chat = await asyncio.to_thread(read_chat, state, await read_object(http))
     return JsonResponse({"input_tokens": len(chat.tokens), "object": "response.input_tokens"})
 
 
 async def apply_template(http: HttpRequest, state: ServerState) -> Response:
-    return JsonResponse({"prompt": read_chat(state, parse_object(await http.body())).text})
+    chat = await asyncio.to_thread(read_chat, state, await read_object(http))
+    return JsonResponse({"prompt": chat.text})
 
 
 async def control(http: HttpRequest, state: ServerState) -> Response:
     """End the reasoning of a running request; none can be found here unless it asked for `reasoning_control`."""
-    body = parse_object(await http.body())
+    body = await read_object(http)
     if not isinstance(body.get("id"), str):
         raise ApiError("missing completion id")
     if body.get("action") != "reasoning_end":

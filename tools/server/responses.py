@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from ggufspec.chat_parse import Delta, ParsedMessage, ToolCall
 from .answer import Answer, Step
 from .anthropic import block_name
 from .chat import ChatPrompt, read_chat
-from .errors import ApiError, parse_object
+from .errors import ApiError, read_object
 from .native import run_completion
 from .respond import Chunk, JsonResponse
 from .state import ServerState, random_id
@@ -302,12 +303,12 @@ def _event(name: str, **data: Any) -> Chunk:
 
 
 async def responses(http: HttpRequest, state: ServerState) -> Response:
-    chat = read_chat(state, to_chat(parse_object(await http.body())))
+    chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
     return await run_completion(
         http, state, chat.task, [chat.tokens], lambda many: ResponsesForm(state, chat), is_list=False
     )
 
 
 async def input_tokens(http: HttpRequest, state: ServerState) -> Response:
-    chat = read_chat(state, to_chat(parse_object(await http.body())))
+    chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
     return JsonResponse({"input_tokens": len(chat.tokens), "object": "response.input_tokens"})
