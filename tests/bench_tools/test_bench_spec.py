@@ -11,7 +11,7 @@ from families import make_dflash, make_qwen35
 
 from ggufspec.drafters.synth import rates_of_length
 from ggufspec.engine import EngineStats
-from ggufspec.errors import ConfigError
+from ggufspec.errors import ConfigError, PlacementError
 from ggufspec.sampling import SamplingParams
 from ggufspec.tools.bench import command, plots
 from ggufspec.tools.bench.attach import Bench, default_drafters, parse_drafter, set_width
@@ -82,6 +82,15 @@ def test_synthetic_acceptance_has_the_length_asked_for(bench, folder):
 def test_too_little_room_is_refused(bench):
     with pytest.raises(ConfigError, match="3 slots of 256 tokens"):
         run_streams(bench.engine(None, ignore_eos=True), PROMPTS, 250, [GREEDY] * 3)
+
+
+def test_a_tensor_split_is_refused(folder, monkeypatch):
+    from ggufspec.tools.bench import attach
+
+    monkeypatch.setattr(attach, "devices_of", lambda names: ["cuda:0", "cuda:1"])
+    settings = Settings(model=ModelSettings(path=str(folder / "t.gguf"), split_mode="tensor"))
+    with pytest.raises(PlacementError, match="--split-mode tensor over 2 devices takes a process a device"):
+        Bench.load(settings, 1, 256, show_progress=False)
 
 
 def test_a_width_is_the_drafters_own(bench, folder):

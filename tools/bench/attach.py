@@ -14,9 +14,10 @@ from ggufspec.drafters.dflash_config import read_dflash_config
 from ggufspec.drafters.load import SpecOptions, load_drafter
 from ggufspec.drafters.recognize import TYPES, infer_types, mtp_block
 from ggufspec.drafters.synth import check_rates, rates_of_length
-from ggufspec.errors import ConfigError
+from ggufspec.errors import ConfigError, PlacementError
 from ggufspec.gguf_file import GGUFFile, open_gguf
 from ggufspec.models import Config, Model, load_model, read_config
+from ggufspec.placement import devices_of
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools import runtime
 from ggufspec.tools.settings import Settings
@@ -124,6 +125,7 @@ class Bench:
         if settings.common.threads > 0:
             torch.set_num_threads(settings.common.threads)
         runtime.check_context(settings.context)
+        check_split(settings)
         file = runtime.open_model_file(settings.model.path, settings.model.overrides)
         config = runtime.with_rope_options(read_config(file), settings.context)
         placement = runtime.place(settings.model, config)
@@ -158,6 +160,17 @@ class Bench:
         if drafter is None:
             raise ConfigError(f"--drafter {choice.label}: drafts nothing with --n-max {chosen}; expected 1 or more")
         return drafter
+
+
+def check_split(settings: Settings) -> None:
+    """Benchmarks run in one process; a tensor split is several. PlacementError where one is asked for."""
+    model = settings.model
+    n_devices = len(devices_of(model.devices))
+    if model.split_mode in ("row", "tensor") and n_devices > 1:
+        raise PlacementError(
+            f"--split-mode {model.split_mode} over {n_devices} devices takes a process a device, and benchmarks run in "
+            "one; use layer or none, or name one device with -dev"
+        )
 
 
 def natural_n_max(choice: DrafterChoice) -> int:

@@ -173,6 +173,8 @@ class CudaRecorder(Recorder):
 
     def stop(self) -> dict[str, dict[str, float]]:
         self.profile.stop()
+        if not any("CUDA" in str(e.device_type) for e in self.profile.events()):
+            self.name = "torch.profiler saw no kernels: it may lack the rights to"
         rooms = kernel_rooms()
         events = list(self.profile.events())
         phases = sorted(
