@@ -200,6 +200,31 @@ def test_drafters_by_file_and_by_default(folder, bench):
         parse_drafter(str(make_qwen35(folder / "plain.gguf", mtp=False)))
 
 
+def test_llama_cpps_options_reach_the_bench(folder, monkeypatch):
+    """Spelled as for the server: drafter, lengths, synthetic acceptance; what has no effect says so."""
+    from ggufspec.tools.bench import spec
+
+    seen = {}
+
+    def stop(bench, plan, **rest):
+        seen.update(plan=plan, bench=bench)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(spec, "measure", stop)
+    line = (
+        f"-m {folder / 't.gguf'} --spec-type draft-mtp,draft-dspark -md {folder / 'ds.gguf'} --spec-draft-n-max 2 "
+        "--spec-synth-len 2.5 -ctk q8_0 --spec-draft-p-min 0.1 --top-k 7 --n_predict 6 --grammar x --parallel 2"
+    )
+    with pytest.raises(ConfigError, match="enough"):
+        CliRunner().invoke(command, ["spec", *line.split()], standalone_mode=False, catch_exceptions=False)
+    plan, bench = seen["plan"], seen["bench"]
+    assert [(c.kind, c.synth_length) for c in plan.drafters] == [("draft-mtp", 2.5), ("draft-dspark", 2.5)]
+    assert (plan.n_max, plan.n_tokens, plan.streams, plan.ignore_eos, plan.sampling.top_k) == ([2], 6, [2], True, 7)
+    assert bench.settings.context.type_k == "q8_0" and bench.n_slots == 2
+    assert bench.load_drafter(plan.drafters[0], 2).options.p_min == 0.1
+    assert spec.command.unread(bench.settings) == ["--grammar"]
+
+
 def test_workloads(tmp_path):
     prompts = own_prompts()
     assert set(choose(prompts, (), 4)) == set(WORKLOADS) and all(len(p) == 4 for p in choose(prompts, (), 4).values())

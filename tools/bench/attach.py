@@ -106,6 +106,19 @@ def default_drafters(file: GGUFFile, is_bundled: bool) -> list[DrafterChoice]:
     return [parse_drafter("mtp")]
 
 
+def drafters_of(settings: Settings, is_bundled: bool) -> list[DrafterChoice]:
+    """Drafters named as the server names them: `--spec-type` and `--spec-draft-model`."""
+    spec = settings.speculative
+    types = [name for name in spec.types if name != "none"]
+    if not types:
+        return [] if spec.model is None else [parse_drafter(spec.model)]
+    needs_file = ("draft-simple", "draft-dspark", "draft-dflash")
+    return [
+        parse_drafter(f"{name}={spec.model}" if spec.model and name in needs_file else name, is_bundled)
+        for name in types
+    ]
+
+
 @dataclass
 class Bench:
     """A loaded target and how its engines are to be built."""
@@ -150,7 +163,9 @@ class Bench:
             chosen = natural_n_max(choice)
         spec: SpecOptions = replace(
             runtime.spec_options(self.settings.speculative), types=(choice.kind,),
-            draft=DraftOptions(chosen, self.settings.speculative.n_min, choice.p_min),
+            draft=DraftOptions(
+                chosen, self.settings.speculative.n_min, choice.p_min or self.settings.speculative.p_min
+            ),
         )  # fmt: skip
         drafter = load_drafter(
             spec, self.file, self.model, None if choice.path is None else open_gguf(choice.path),

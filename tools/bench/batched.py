@@ -30,6 +30,7 @@ WIDTHS = (6, 6, 4, 6, 8, 8, 8, 8, 8, 8)
 @click.command(
     "batched",
     cls=MixedCommand,
+    reads=("common", "model", "context"),
     epilog="Options of the model, its placement and cache are llama.cpp's (-m, -c, -b, -ub, -fa, -ctk, -ctv, -dev, "
     "-ngl, -sm, -ts, -t, --no-graph ...).",
 )

@@ -22,7 +22,16 @@ from ggufspec.tools import log
 from ggufspec.tools.settings import Settings
 
 from . import lists, spec_table
-from .attach import Bench, DrafterChoice, default_drafters, free, natural_n_max, parse_drafter, set_width
+from .attach import (
+    Bench,
+    DrafterChoice,
+    default_drafters,
+    drafters_of,
+    free,
+    natural_n_max,
+    parse_drafter,
+    set_width,
+)
 from .mixed import MixedCommand
 from .origin import lines, origin
 from .report import page
@@ -183,19 +192,23 @@ def _sampled_parity(
 @click.command(
     "spec",
     cls=MixedCommand,
-    epilog="Every option of `ggufspec bench` tests that names a file, a device or a cache type works here as well "
-    "(-m, -c, -ctk, -ctv, -dev, -ngl, -sm, -ts, -fa, -t, --seed, --spec-draft-* ...), spelled as in llama.cpp.",
+    reads=("common", "model", "context", "sampling", "speculative"),
+    epilog="Options of the model, its placement, cache, sampling and drafters are llama.cpp's "
+    "(-m, -c, -ctk, -ctv, -dev, -ngl, -sm, -ts, -fa, -t, --seed, --top-k, --spec-draft-* ...).",
 )
 @click.option("--drafter", "drafters", multiple=True, metavar="TYPE[=FILE][,n=N][,synth-len=L]",
               help="A drafter to measure; may be repeated. TYPE: mtp, dspark, dflash, dflash2, or a name of "
               "--spec-type; a FILE alone says its own type. More items: p-min=P, label=NAME, synth-rates=P0/P1/..., "
               "synth-p=P (each drafted token is right with P if all before it are). "
               "Without -m: the bundled family's three; else the file's MTP block.")  # fmt: skip
-@click.option("--n-max", "n_max_text", metavar="1..8|1,2,4", help="Draft lengths (default: as each was trained).")
-@click.option("--temp", "temp_text", default="0", show_default=True, metavar="T,...", help="Temperatures.")
-@click.option("-np", "--np", "streams_text", default="1", show_default=True, metavar="N,...",
+@click.option("--n-max", "--spec-draft-n-max", "n_max_text", metavar="1..8|1,2,4",
+              help="Draft lengths (default: as each was trained).")
+@click.option("--temp", "--temperature", "temp_text", default="0", show_default=True, metavar="T,...",
+              help="Temperatures.")
+@click.option("-np", "--np", "--parallel", "streams_text", default="1", show_default=True, metavar="N,...",
               help="Streams that decode together.")
-@click.option("-n", "--n-gen", "n_tokens", default=128, show_default=True, type=click.IntRange(2),
+@click.option("-n", "--n-gen", "--predict", "--n-predict", "n_tokens", default=128, show_default=True,
+              type=click.IntRange(2),
               help="Tokens of a stream.")
 @click.option("-r", "--repetitions", default=3, show_default=True, type=click.IntRange(1),
               help="Pairs of runs for each prompt.")
@@ -203,10 +216,11 @@ def _sampled_parity(
               help='Own prompts: .json or .jsonl of {"prompt", "workload"}, or a text file that is one prompt.')
 @click.option("--workload", "workload_text", metavar="NAME,...", help="Only these workloads (code, json, prose, chat).")
 @click.option("--n-prompts", default=4, show_default=True, type=click.IntRange(1), help="Prompts of each workload.")
-@click.option("--synth-len", metavar="L", type=float,
+@click.option("--synth-len", "--spec-synth-len", "synth_len", metavar="L", type=float,
               help="Accept drafts at random so that a step emits L tokens on average: for files without trained "
               "weights. The text is then meaningless.")
-@click.option("--synth-rates", metavar="P0,P1,...", help="The same with the probability of each position.")
+@click.option("--synth-rates", "--spec-synth-rates", "synth_rates", metavar="P0,P1,...",
+              help="The same with the probability of each position.")
 @click.option("--ignore-eos/--no-ignore-eos", default=None,
               help="Go on past tokens that end a text (default: only with --synth-*).")
 @click.option("--split", is_flag=True, help="Also profile a step: where draft and verification spend their time.")
@@ -230,7 +244,7 @@ def command(
     assert settings.model.path is not None
     file = open_gguf(settings.model.path)
     choices = [parse_drafter(text, is_bundled) for text in drafters]
-    choices += _from_settings(settings, is_bundled)
+    choices += drafters_of(settings, is_bundled)
     choices = [_with_synthetic(c, synth_len, synth_rates) for c in choices or default_drafters(file, is_bundled)]
     n_max = lists.integers(n_max_text, "--n-max") if n_max_text else []
     streams = lists.integers(streams_text, "--np")
@@ -281,19 +295,6 @@ def _prompts(settings: Settings, chosen: dict[str, list[Prompt]]) -> dict[str, l
     metadata = open_gguf(settings.model.path).metadata
     tokenizer = Tokenizer.from_metadata(metadata)
     return {name: [encode(p, tokenizer, metadata) for p in prompts] for name, prompts in chosen.items()}
-
-
-def _from_settings(settings: Settings, is_bundled: bool) -> list[DrafterChoice]:
-    """Drafters named as the server names them: `--spec-type` and `--spec-draft-model`."""
-    spec = settings.speculative
-    types = [name for name in spec.types if name != "none"]
-    if not types:
-        return [] if spec.model is None else [parse_drafter(spec.model)]
-    needs_file = ("draft-simple", "draft-dspark", "draft-dflash")
-    return [
-        parse_drafter(f"{name}={spec.model}" if spec.model and name in needs_file else name, is_bundled)
-        for name in types
-    ]
 
 
 def _with_synthetic(choice: DrafterChoice, length: float | None, rates: str | None) -> DrafterChoice:

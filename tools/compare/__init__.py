@@ -16,7 +16,15 @@ from ggufspec import bundled
 from ggufspec.gguf_file import open_gguf
 from ggufspec.tools import log
 from ggufspec.tools.bench import lists
-from ggufspec.tools.bench.attach import Bench, DrafterChoice, default_drafters, free, natural_n_max, parse_drafter
+from ggufspec.tools.bench.attach import (
+    Bench,
+    DrafterChoice,
+    default_drafters,
+    drafters_of,
+    free,
+    natural_n_max,
+    parse_drafter,
+)
 from ggufspec.tools.bench.mixed import MixedCommand
 from ggufspec.tools.bench.origin import lines, origin
 from ggufspec.tools.bench.workloads import choose, encode, own_prompts, read_prompts, written
@@ -36,6 +44,7 @@ MAX_POINTS = 2.0
 @click.command(
     "compare",
     cls=MixedCommand,
+    reads=("common", "model", "context", "speculative"),
     epilog="Options of the model and its cache are llama.cpp's (-m, -c, -t, -ctk, -ctv, -fa, -dev, -ngl ...) and go "
     "to both sides.",
 )
@@ -44,12 +53,14 @@ MAX_POINTS = 2.0
               "running one, which then has its own model and drafter.")  # fmt: skip
 @click.option("--drafter", "drafters", multiple=True, metavar="TYPE[=FILE][,n=N]",
               help="As in bench spec; may be repeated. Default: what the target's file has.")  # fmt: skip
-@click.option("--n-max", "n_max_text", metavar="N,...", help="Draft lengths (default: as each was trained).")
+@click.option("--n-max", "--spec-draft-n-max", "n_max_text", metavar="N,...",
+              help="Draft lengths (default: as each was trained).")
 @click.option("--no-plain", is_flag=True, help="Leave out the run without a drafter.")
 @click.option("--keep-types", is_flag=True,
               help="Compare quantized files as they are. Without it they are turned into F16 first: with quantized "
               "weights llama.cpp rounds activations to 8 bits on the CPU, so that its text differs.")  # fmt: skip
-@click.option("-n", "--n-gen", "n_tokens", default=128, show_default=True, type=click.IntRange(2),
+@click.option("-n", "--n-gen", "--predict", "--n-predict", "n_tokens", default=128, show_default=True,
+              type=click.IntRange(2),
               help="Tokens of a stream.")
 @click.option("-r", "--repetitions", default=1, show_default=True, type=click.IntRange(1),
               help="Pairs of runs for each prompt.")
@@ -81,6 +92,7 @@ def command(
         settings = replace(settings, model=replace(settings.model, path=str(bundled.target_path())))
     assert settings.model.path is not None
     choices: list[DrafterChoice] = [parse_drafter(text, is_bundled) for text in drafters]
+    choices += drafters_of(settings, is_bundled)
     if not choices and not is_url(peer):
         choices = default_drafters(open_gguf(settings.model.path), is_bundled)
     if types_text is not None:
