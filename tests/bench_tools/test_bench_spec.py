@@ -248,6 +248,8 @@ def test_plots_place_values():
     document = xml.dom.minidom.parseString(picture)
     low, high = (float(c.getAttribute("cy")) for c in document.getElementsByTagName("circle"))
     assert high < low and "a&lt;b" in picture
+    crowded = plots.bars({f"drafter {i}": {"x": 1.0} for i in range(20)}, "ms")
+    assert crowded.count("rotate(-35") == 20 and "rotate" not in plots.bars({"one": {"x": 1.0}}, "ms")
     stacked = xml.dom.minidom.parseString(plots.bars({"g": {"one": 2.0, "two": 1.0}}, "ms", stacked=True))
     first, second = stacked.getElementsByTagName("rect")[:2]
     y, height = (float(second.getAttribute(name)) for name in ("y", "height"))

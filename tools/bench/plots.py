@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT = 640, 320
-LEFT, RIGHT, TOP, BOTTOM = 56, 150, 16, 44
+WIDTH, HEIGHT = 640, 330
+LEFT, RIGHT, TOP, BOTTOM = 56, 150, 16, 54
+LETTER = 7.0  # width of a letter
 COLORS = ("#2563a8", "#c4532d", "#2f8f5b", "#8a4fa3", "#b08a1e", "#4c5a67", "#c23b6b", "#3aa0a6")
 
 Points = Sequence[tuple[float, float]]
@@ -60,7 +61,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], y_label: str, *, stacked: bo
                 f"<title>{escape(label)}, {escape(name)}: {values[name]:.4g}</title></rect>"
             )
             base = high
-        body.append(text(left + 0.38 * slot, HEIGHT - BOTTOM + 16, label, "middle"))
+        body.append(group_label(left + 0.38 * slot, label, slot))
     if reference is not None:
         y = frame.y(reference)
         body.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="reference"/>')
@@ -104,6 +105,17 @@ def cycle(n: int) -> list[str]:
 
 def text(x: float, y: float, content: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def group_label(x: float, label: str, room: float) -> str:
+    """Under its group; slanted where labels would run into one another."""
+    y = HEIGHT - BOTTOM + 16
+    if LETTER * len(label) <= room:
+        return text(x, y, label, "middle")
+    return (
+        f'<text x="{x:.1f}" y="{y - 4}" text-anchor="end" transform="rotate(-35 {x:.1f} {y - 4})" '
+        f'style="font-size: 10px">{escape(label)}</text>'
+    )
 
 
 def svg(body: Sequence[str], names: Sequence[str], label: str) -> str:
