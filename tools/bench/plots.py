@@ -9,7 +9,10 @@ from html import escape
 WIDTH, HEIGHT = 640, 330
 LEFT, RIGHT, TOP, BOTTOM = 56, 150, 16, 54
 LETTER = 7.0  # width of a letter
-COLORS = ("#2563a8", "#c4532d", "#2f8f5b", "#8a4fa3", "#b08a1e", "#4c5a67", "#c23b6b", "#3aa0a6")
+COLORS = (
+    "#2563a8", "#c4532d", "#2f8f5b", "#8a4fa3", "#b08a1e", "#4c5a67", "#c23b6b", "#3aa0a6", "#7b5a3c", "#8fb13c",
+    "#9db4d6", "#e0a58f",
+)  # fmt: skip
 
 Points = Sequence[tuple[float, float]]
 

@@ -61,8 +61,8 @@ def figures(data: Data) -> list[tuple[str, str]]:
         ("Decode speedup by workload", workload_bars(cells, widest, first)),
     ]  # fmt: skip
     if len({c["n_streams"] for c in total}) > 1:
-        out.append(("Throughput of all streams together", throughput(total, first, "tokens_per_second")))
-        out.append(("Speed of one stream among others", throughput(total, first, "stream_tokens_per_second")))
+        out.append(("Tokens a second of all streams together", throughput(total, first, "tokens_per_second")))
+        out.append(("Tokens a second of one stream among others", throughput(total, first, "stream_tokens_per_second")))
     for entry in data["split"]:
         groups = {phase: entry[phase] for phase in ("draft", "verify", "sample")}
         out.append((f"{entry['drafter']} n={entry['n_max']}, a step in parts, ms ({entry['measured_by']})",
