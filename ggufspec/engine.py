@@ -11,18 +11,21 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import admission
+from .adaptive import Adaptive, Choice
 from .capture import Graphs
 from .choose import Chooser
 from .decode import Decoded, Decoder
 from .drafters import Drafter
+from .drafters.chain import Chain
 from .drafters.synth import SyntheticAcceptance
 from .errors import RequestError
 from .job import Event, Job, JobState, Request, TokenOut
@@ -74,6 +77,7 @@ class Inbox:
     submitted: list[Job] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     emitted: int = 0  # digest of the last step's tokens: ranks compare theirs
+    step_ms: float | None = None  # what the last step took, on the first rank: all ranks' policies go by it
 
     def __bool__(self) -> bool:
         return bool(self.submitted or self.cancelled)
@@ -112,6 +116,7 @@ class Engine:
         on_capture: Callable[[str], None] | None = None,
         link: Link | None = None,
         synthetic: SyntheticAcceptance | None = None,
+        policy: Adaptive | None = None,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -130,6 +135,9 @@ class Engine:
         graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic)
         self.link = link
+        self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
+        self._untold: Callable[[float | None], None] | None = None  # the last step's results, for the policy
+        self._step_ms: float | None = None
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()
         self._inbox = Inbox()
@@ -181,7 +189,7 @@ class Engine:
     def n_waiting(self) -> int:
         return len(self._queue) + len(self._inbox.submitted)
 
-    def generate(self, request: Request) -> Iterator[Event]:
+    def generate(self, request: Request) -> Generator[Event, None, None]:
         """One stream: submits the request and steps until it is done. Closing the iterator cancels the job."""
         job = self.submit(request)
         try:
@@ -209,16 +217,19 @@ class Engine:
             events += self._prompt_chunk(slot)
         running = [s for s in self.slots if s.generating]
         if running:
-            events += self._decode(running)
+            events += self._decode(running, is_alone=not waiting)
         return events
 
     def _take_inbox(self) -> list[Event]:
         """Queue what was submitted and drop what was cancelled since the last step."""
         with self._lock:
             inbox, self._inbox = self._inbox, Inbox()
+        inbox.emitted, inbox.step_ms = self._emitted, self._step_ms
         if self.link is not None:
-            inbox.emitted = self._emitted
             inbox = self.link.share(inbox)
+        if self._untold is not None:
+            self._untold(inbox.step_ms)
+            self._untold = None
         self._queue.extend(inbox.submitted)
         cancelled = set(inbox.cancelled)
         dropped = [job for job in self._queue if job.id in cancelled]
@@ -277,14 +288,17 @@ class Engine:
         self.stats.prompt_tokens += end - n_past
         return events or [Event(job, "prompt")]
 
-    def _decode(self, running: list[Slot]) -> list[Event]:
+    def _decode(self, running: list[Slot], is_alone: bool = True) -> list[Event]:
         start = time.perf_counter()
-        lengths = [self._draft_length(slot) for slot in running]
+        choice = self._choose_lengths(running)
         # The width stays when room runs out: other widths would be other graphs to capture.
-        limits = [min(n, self._room(slot)) for n, slot in zip(lengths, running)]
-        decoded = self.decoder.step(running, limits, max(lengths) if any(limits) else 0)
+        limits = [min(n, self._room(slot)) for n, slot in zip(choice.lengths, running)]
+        if not any(limits):
+            choice = Choice.plain(len(running))
+        decoded = self.decoder.step(running, limits, choice.n)
         ms = 1000 * (time.perf_counter() - start)
         self._account(running, decoded, ms)
+        self._prepare_report(running, choice, decoded, ms if is_alone else None)
         if self.link is not None:
             self._emitted = hash(tuple(map(tuple, decoded.emitted)))
         events: list[Event] = []
@@ -294,8 +308,29 @@ class Engine:
             events += self._emit(slot, tokens, reported)
         return events
 
+    def _choose_lengths(self, running: list[Slot]) -> Choice:
+        """Drafted tokens of each slot: as many as allowed, or as the policy says."""
+        most = [self._draft_length(slot) for slot in running]
+        if self.policy is None:
+            return Choice(max(most), most, [()] * len(most))
+        choice = self.policy.choose([slot.job.id for slot in running if slot.job is not None], most)
+        if isinstance(self.drafter, Chain):
+            self.drafter.allowed = choice.members
+        return choice
+
+    def _prepare_report(self, running: list[Slot], choice: Choice, decoded: Decoded, ms: float | None) -> None:
+        """Keep what the policy is told once all ranks know the time the step took."""
+        self._step_ms = ms
+        if self.policy is None:
+            return
+        chain = self.drafter if isinstance(self.drafter, Chain) else None
+        jobs = [slot.job.id for slot in running if slot.job is not None]
+        sources = [chain.source(slot.id) if chain is not None else 0 for slot in running]
+        accepted = [len(tokens) - 1 for tokens in decoded.emitted]
+        self._untold = partial(self.policy.record, jobs, choice, decoded.n_drafted, accepted, sources)
+
     def _draft_length(self, slot: Slot) -> int:
-        """Drafted tokens wanted for this slot."""
+        """The most drafted tokens that this slot may have."""
         assert slot.job is not None
         own = slot.job.request.speculation.n_max
         return self.n_max if own is None else min(self.n_max, own)

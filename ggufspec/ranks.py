@@ -72,8 +72,8 @@ def join(rank: int, shares: tuple[float, ...], device: torch.device) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    options = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, rank=rank, world_size=len(shares), timeout=PATIENCE, **options)
+    own = device if device.type == "cuda" else None
+    dist.init_process_group(backend, rank=rank, world_size=len(shares), timeout=PATIENCE, device_id=own)
     devices = dist.group.WORLD
     host = dist.new_group(backend="gloo", timeout=PATIENCE) if backend != "gloo" else devices
     ranks = Ranks(rank, shares, device, devices, host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -18,7 +18,7 @@ POOL_WORTH_ELEMENTS = 1 << 22  # less work than this is done before a pool has s
 N_GPU_THREADS = 3  # one reads, one computes, one copies back
 
 
-def converted(tasks: Sequence[Task], n_workers: int, device: str = "cpu") -> Iterator[np.ndarray]:
+def converted(tasks: Sequence[Task], n_workers: int, device: str = "cpu") -> Generator[np.ndarray, None, None]:
     """`convert` of every task, in the order of `tasks`. Closing the iterator stops the workers."""
     if device != "cpu":
         from ggufspec.quant.convert_cuda import convert_on, cuda_device
@@ -42,7 +42,7 @@ def _n_elements(task: Task) -> int:
 
 def _in_order(
     pool: Executor, work: Callable[[Task], np.ndarray], tasks: Sequence[Task], n_waiting: int
-) -> Iterator[np.ndarray]:
+) -> Generator[np.ndarray, None, None]:
     """At most `n_waiting` tasks are under way or done and not taken. Copies are done by the caller: they would
     only make the bytes travel."""
     waiting: deque[Task | Future[np.ndarray]] = deque()

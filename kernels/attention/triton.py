@@ -61,9 +61,9 @@ def load_tile(
             if KIND == Q5_0 or KIND == Q5_1:
                 high = tl.load(bytes_ptr + n_blocks * 16 + e // 8, inside, 0).to(tl.int32)
                 code = code | (((high >> (e % 8)) & 1) << 4)
-                after: tl.constexpr = n_blocks * 20
+                after: tl.constexpr = n_blocks * 20  # type: ignore[no-redef]
             else:
-                after: tl.constexpr = n_blocks * 16
+                after: tl.constexpr = n_blocks * 16  # type: ignore[no-redef]
             if KIND == IQ4_NL:
                 codes = tl.load(table_ptr + code)
             else:

@@ -103,10 +103,10 @@ def block_codes(x, table_ptr, KIND: tl.constexpr, NB: tl.constexpr):
         d = tl.div_rn(signed_extreme(x, NB), -n)
         codes = tl.minimum((x * inverse(d)[:, None] + (n + 0.5)).to(tl.int32), 2 * n - 1).to(tl.int32)
     elif KIND == Q4_1 or KIND == Q5_1:
-        n: tl.constexpr = 15.0 if KIND == Q4_1 else 31.0
+        top: tl.constexpr = 15.0 if KIND == Q4_1 else 31.0
         m = tl.min(x, 1)
-        d = tl.div_rn(tl.max(x, 1) - m, n)
-        codes = tl.minimum(((x - m[:, None]) * inverse(d)[:, None] + 0.5).to(tl.int32), n).to(tl.int32)
+        d = tl.div_rn(tl.max(x, 1) - m, top)
+        codes = tl.minimum(((x - m[:, None]) * inverse(d)[:, None] + 0.5).to(tl.int32), top).to(tl.int32)
     else:
         extreme = signed_extreme(x, NB)
         zero = tl.abs(extreme) < 1e-15
@@ -144,9 +144,9 @@ def store_row(
                 bit = tl.reshape((codes >> 4) & 1, (NB, 4, 8)) << tl.arange(0, 8)[None, None, :]
                 at = block[:, None] * 4 + tl.arange(0, 4)[None, :]
                 tl.store(row_ptr + n_blocks * 16 + at, tl.sum(bit, 2).to(tl.uint8), mask)
-                after: tl.constexpr = n_blocks * 20
+                after: tl.constexpr = n_blocks * 20  # type: ignore[no-redef]
             else:
-                after: tl.constexpr = n_blocks * 16
+                after: tl.constexpr = n_blocks * 16  # type: ignore[no-redef]
         tl.store(half_ptr + after // 2 + block, d.to(tl.float16), block < n_blocks)
         if KIND == Q4_1 or KIND == Q5_1:
             tl.store(half_ptr + after // 2 + n_blocks + block, m.to(tl.float16), block < n_blocks)
