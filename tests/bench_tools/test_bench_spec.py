@@ -71,11 +71,11 @@ def test_synthetic_acceptance_has_the_length_asked_for(bench, folder):
     accept_at_random(engine, rates_of_length(3.0, 5))
     n_drafts = n_accepted = 0
     seen = set()
-    for nth in range(4):
-        stats = run_streams(engine, PROMPTS, 150, [GREEDY] * 3, nth).stats
+    for nth in range(3):
+        stats = run_streams(engine, PROMPTS, 80, [GREEDY] * 3, nth).stats
         n_drafts, n_accepted = n_drafts + stats.n_drafts, n_accepted + stats.draft_n_accepted
         seen.add(stats.draft_n_accepted)
-    assert 1 + n_accepted / n_drafts == pytest.approx(3.0, abs=0.25)
+    assert 1 + n_accepted / n_drafts == pytest.approx(3.0, abs=0.3)
     assert len(seen) > 1  # another run, other random numbers
 
 
@@ -121,6 +121,7 @@ def test_summary_of_known_runs():
     assert cell.stream_tokens_per_second.median == pytest.approx(1000 * 22 / 110) and cell.parity == "equal"
 
 
+@pytest.mark.slow
 def test_measure_every_combination(bench, folder):
     choices = [parse_drafter("mtp"), parse_drafter(f"dspark={folder / 'ds.gguf'},synth-len=2.5")]
     plan = Plan(choices, [2, 4], [1.0], [1, 3], {"a": PROMPTS[:2], "b": PROMPTS[2:]}, 5, 1, GREEDY, True)
@@ -138,6 +139,7 @@ def test_measure_every_combination(bench, folder):
         assert cell.n_runs == {"a": 1 if cell.n_streams > 1 else 2, "b": 1}.get(cell.workload, cell.n_runs)
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_json_and_page(folder, tmp_path):
     out = CliRunner().invoke(
         command,
