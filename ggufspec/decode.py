@@ -98,6 +98,11 @@ class Decoder:
         self.device = target.device
         self._accepted_rows: dict[int, int] = {}
 
+    @property
+    def is_on_host(self) -> bool:
+        """Drafters whose drafts the host sees: a step without any costs no more than a plain one."""
+        return self.drafter is not None and not self.drafter.capturable
+
     def step(self, slots: Sequence[Slot], limits: Sequence[int], n: int) -> Decoded:
         """Decode once for `slots`, with a draft of n tokens of which at most limits[b] are verified for slot b."""
         n = n if self.drafter is not None else 0
@@ -153,6 +158,8 @@ class Decoder:
         laps = Laps(self.device)
         laps.mark()
         draft, n_draft = self._draft(inputs, n)
+        if n > 0 and self.synthetic is None and self.is_on_host and not bool(n_draft.any()):
+            draft, n, plan = draft[:, :0], 0, self.chooser.plan(slots, 1)  # nothing to verify: the plain path
         laps.mark()
         arguments = (inputs.slots, inputs.last, inputs.n_past, draft, n_draft)
         if self.graphs is not None:

@@ -32,7 +32,7 @@ def question_of(settings: Settings, file: GGUFFile, config: Config, draft_file: 
     from ggufspec.tools.runtime import n_ubatch_of, spec_options
 
     model, context = settings.model, settings.context
-    spec = spec_options(settings.speculative)
+    spec = spec_options(settings.speculative, draft_file)
     return Question(
         file, config, tuple(devices), tuple(memory), draft_file, spec.types, spec.draft, draft_device,
         spec.type_k, spec.type_v, model.split_mode, () if isinstance(model.tensor_split, str) else model.tensor_split,

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ggufspec.adaptive import AUTO_N_MAX, Adaptive, adaptive_for
 from ggufspec.drafters import Drafter, DraftOptions
+from ggufspec.drafters.dflash_config import read_dflash_config
 from ggufspec.drafters.load import ModSizes, NgramSizes, SpecOptions, load_drafter
 from ggufspec.drafters.synth import NOTICE, SyntheticAcceptance, check_rates, rates_of_length
 from ggufspec.engine import Engine
@@ -80,7 +82,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
         weights = Weights(file, progress)
         model = load_model(file, placement, config=config, weights=weights, shard=shard)
         drafter = load_drafter(
-            spec_options(settings.speculative), file, model, draft_file, n_slots=n_slots, n_ctx=n_ctx,
+            spec_options(settings.speculative, draft_file), file, model, draft_file, n_slots=n_slots, n_ctx=n_ctx,
             device=draft_device(settings.speculative), target_weights=weights, progress=progress,
         )
     context = settings.context
@@ -90,6 +92,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
         type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
         prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs, link=ranks,
         synthetic=synthetic_acceptance(settings.speculative, drafter, n_slots, model.device),
+        policy=policy_of(settings.speculative, drafter),
     )
     return Runtime(settings, file, config, model, tokenizer, drafter, engine)
 
@@ -213,15 +216,31 @@ def draft_device(spec: SpeculativeSettings) -> torch.device | None:
     return resolve(spec.devices[0])
 
 
-def spec_options(spec: SpeculativeSettings) -> SpecOptions:
+def draft_length(spec: SpeculativeSettings, draft_file: GGUFFile | None) -> int:
+    """The most tokens a drafter with a model may propose; for `auto` what it was trained for."""
+    if spec.n_max != "auto":
+        return int(spec.n_max)
+    if draft_file is not None and draft_file.architecture == "dflash":
+        return max(read_dflash_config(draft_file).n_limit, 1)
+    return AUTO_N_MAX
+
+
+def policy_of(spec: SpeculativeSettings, drafter: Drafter | None) -> Adaptive | None:
+    """What decides draft lengths: nothing when they are given, or nothing drafts."""
+    if drafter is None or spec.n_max != "auto":
+        return None
+    log.info("draft lengths follow measured acceptance and times (--spec-draft-n-max auto)")
+    return adaptive_for(drafter, spec.n_min)
+
+
+def spec_options(spec: SpeculativeSettings, draft_file: GGUFFile | None = None) -> SpecOptions:
     def sizes(settings: NgramSettings) -> NgramSizes:
         return NgramSizes(settings.size_n, settings.size_m, settings.min_hits)
 
-    n_max = DraftOptions.n_max if spec.n_max == "auto" else int(spec.n_max)
     mod = spec.ngram_mod
     return SpecOptions(
         types=tuple(t for t in spec.types if t != "none"),
-        draft=DraftOptions(n_max, spec.n_min, spec.p_min),
+        draft=DraftOptions(draft_length(spec, draft_file), spec.n_min, spec.p_min),
         type_k=spec.type_k, type_v=spec.type_v,
         ngram_simple=sizes(spec.ngram_simple), ngram_map_k=sizes(spec.ngram_map_k),
         ngram_map_k4v=sizes(spec.ngram_map_k4v), ngram_mod=ModSizes(mod.n_match, mod.n_min, mod.n_max),

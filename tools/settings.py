@@ -94,7 +94,7 @@ class SpeculativeSettings:
 
     types: tuple[str, ...] = ()
     model: str | None = None
-    n_max: int | str = 3  # or "auto": as long as measured acceptance pays
+    n_max: int | str = "auto"  # as many as measured acceptance pays for; a number: always as many
     n_min: int = 0
     p_min: float = 0.0
     devices: tuple[str, ...] | None = None

@@ -41,6 +41,7 @@ class Chain:
         self.n_max = max(drafter.n_max for drafter in self.members)
         self.taps = tuple(tap for drafter in self.members for tap in drafter.taps)
         self.stats = Statistics(self.name, self.n_max)
+        self.allowed: Sequence[Sequence[int]] | None = None  # members that each entry of a batch may use; None: all
         self._source: tuple[Tensor, Tensor] | None = None  # slots and the member whose draft each one got
         self._owner: dict[int, int] = {}  # the same on the host, made when first asked for
 
@@ -68,11 +69,14 @@ class Chain:
         self._source, self._owner = (slots, source), {}
         for i, drafter in enumerate(self.members):
             width = min(n, drafter.n_max)
+            may = self._may(i, slots)
+            if not may.any():
+                continue
             if isinstance(drafter, NgramDrafter):
                 # A host drafter is asked for the slots that have no draft yet and remembers those as its own.
-                open_slots = (draft.n_tokens == 0).nonzero()[:, 0]
+                open_slots = ((draft.n_tokens == 0) & may).nonzero()[:, 0]
                 if len(open_slots) == 0:
-                    return draft
+                    continue
                 with drafter.stats.timed("propose"):
                     part = drafter.propose(slots[open_slots], last[open_slots], n_past[open_slots], width)
                 found = _spread(part, open_slots, len(slots), n)
@@ -80,6 +84,7 @@ class Chain:
                 with drafter.stats.timed("propose"):
                     part = drafter.propose(slots, last, n_past, width)
                 found = _spread(part, None, len(slots), n)
+            found = Draft(found.tokens, torch.where(may, found.n_tokens, 0), found.scores)
             source.masked_fill_((draft.n_tokens == 0) & (found.n_tokens > 0), i)
             draft = _first(draft, found)
         return draft
@@ -91,11 +96,22 @@ class Chain:
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         self.stats.record(n_drafted, n_accepted)
+        source = self.source(slot)
+        if source >= 0:
+            self.members[source].record(slot, n_drafted, n_accepted)
+
+    def source(self, slot: int) -> int:
+        """The member whose draft the slot had last, -1 before any."""
         if not self._owner and self._source is not None:
             slots, source = self._source
             self._owner = dict(zip(slots.tolist(), source.tolist()))
-        if slot in self._owner:
-            self.members[self._owner[slot]].record(slot, n_drafted, n_accepted)
+        return self._owner.get(slot, -1)
+
+    def _may(self, member: int, slots: Tensor) -> Tensor:
+        """[B] bool: which entries may use a member."""
+        if self.allowed is None:
+            return torch.ones_like(slots, dtype=torch.bool)
+        return torch.tensor([member in members for members in self.allowed], device=slots.device)
 
     def mutable(self) -> list[Tensor]:
         return [tensor for drafter in self.members for tensor in drafter.mutable()]

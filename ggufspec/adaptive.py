@@ -1,0 +1,359 @@
+"""How many tokens to draft, decided before every step: `--spec-draft-n-max auto`. The math is in docs/adaptive.md.
+
+Pure policy: numbers in, numbers out, no tensors and no clock. The engine asks `choose` before a step and tells
+`record` what came of it. The text never depends on the choice, only the time does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import inf
+from typing import Any
+
+from .worth import Worth
+
+log = logging.getLogger(__name__)
+
+AUTO_N_MAX = 7  # the longest draft of drafters that were not trained for a length
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 23, 31, 47, 63)
+EARN = 0.015  # of plain decoding's time may be spent on probes
+EARN_BACK = 0.005  # and this much on steps that looked worth it and were not
+MOST_AT_START, MOST_CREDIT = 3.0, 6.0  # in plain steps: what may be lost at first, and at any time after gains
+MOST_SAVED = 2.0  # in plain steps: what probes may have to spend
+HOPE = 0.85  # the chance of every drafted token that a probe is chosen for
+PLAIN = 0.98  # without drafts nothing is learned about them: plain steps must promise this much more
+STAY = 1.01  # another length must promise this much more
+FIRST_TRIES = 4  # of a drafter that has nothing to say at first
+MEMBER_EVERY = 32  # steps between two tries of a drafter that is not in use
+SPEAKS_PRIOR = 0.8  # chance that a drafter has a draft, before it was asked
+FORGET_SPEAKS = 0.9
+RATE = 0.1  # weight of a new time in the running average
+OUTLIER = 2.0  # a time counts as at most this many times the average
+
+
+@dataclass
+class Costs:
+    """Milliseconds of a step by (streams, drafters asked, width), measured; the rest is inferred from these."""
+
+    ms: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    n_seen: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def record(self, batch: int, members: int, n: int, ms: float) -> None:
+        """The first time of a key is dropped: it compiles or captures. `members` is 0 where n is."""
+        key = (batch, members, n)
+        self.n_seen[key] = self.n_seen.get(key, 0) + 1
+        if self.n_seen[key] == 1:
+            return
+        old = self.ms.get(key)
+        if old is None:
+            self.ms[key] = ms
+            return
+        # early times weigh more: the average of the first ten
+        rate = max(RATE, 1.0 / self.n_seen[key])
+        new = self.ms[key] = old + rate * (min(ms, OUTLIER * old) - old)
+        for other in self.ms:  # half of a lasting change is the machine's or the context's: it concerns all lengths
+            if other[0] == batch and other != key:
+                self.ms[other] *= (new / old) ** 0.5
+
+    def known(self, batch: int, members: int, n: int) -> bool:
+        return (batch, members if n else 0, n) in self.ms
+
+    def of(self, batch: int, members: int, n: int) -> float:
+        """Expected milliseconds; inf when nothing at all is known."""
+        members = members if n else 0
+        found = self.ms.get((batch, members, n))
+        if found is not None:
+            return found
+        line = self._line(batch, members)
+        if len(line) > 1:
+            return _on_line(line, n)
+        return self._like(batch, members, n)
+
+    def _line(self, batch: int, members: int) -> dict[int, float]:
+        """Measured widths of one batch size and set of drafters, the plain step included."""
+        return {n: ms for (b, m, n), ms in self.ms.items() if b == batch and (m == members or n == 0)}
+
+    def _like(self, batch: int, members: int, n: int) -> float:
+        """From the nearest batch size that is measured better, scaled by a width that both know."""
+        best = inf
+        for other in sorted({b for b, _, _ in self.ms} - {batch}, key=lambda b: abs(b - batch)):
+            line = self._line(other, members)
+            if len(line) > 1 or n in line:
+                here = self._line(batch, members)
+                scale = next((ms / line[m] for m, ms in here.items() if m in line), None)
+                if scale is None:
+                    scale = 1.0
+                best = scale * (line[n] if n in line else _on_line(line, n))
+                break
+        return best
+
+
+def _on_line(line: dict[int, float], n: int) -> float:
+    """Between measured widths straight on; beyond the last with the last slope, never below the last."""
+    widths = sorted(line)
+    above = next((i for i, w in enumerate(widths) if w >= n), len(widths) - 1)
+    above = max(above, 1)
+    low, high = widths[above - 1], widths[above]
+    value = line[low] + (line[high] - line[low]) * (n - low) / (high - low)
+    return max(value, line[high]) if n > high else value
+
+
+@dataclass
+class Stream:
+    """What is known of one job's text with each drafter."""
+
+    worth: list[Worth]
+    speaks: list[float]  # chance that the drafter has a draft when asked
+
+    def tokens(self, members: Sequence[int], n: int) -> float:
+        """Mean tokens of a step of width n when `members` are asked in this order until one has a draft."""
+        total, silent = 0.0, 1.0
+        for m in members:
+            total += silent * self.speaks[m] * self.worth[m].tokens(n)
+            silent *= 1.0 - self.speaks[m]
+        return total + silent
+
+    def silence(self, members: Sequence[int]) -> float:
+        """Chance that none of them has a draft."""
+        chance = 1.0
+        for m in members:
+            chance *= 1.0 - self.speaks[m]
+        return chance
+
+    def record(self, members: Sequence[int], source: int, n_drafted: int, n_accepted: int) -> None:
+        for m in members:
+            spoke = n_drafted > 0 and m == source
+            self.speaks[m] += (1.0 - FORGET_SPEAKS) * (spoke - self.speaks[m])
+            if spoke:
+                self.worth[m].record(n_drafted, n_accepted)
+                break
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to draft in a step: a length for every stream, in the order asked, and which of several drafters each may
+    use (in the chain's order)."""
+
+    n: int  # the step's width
+    lengths: list[int]
+    members: list[tuple[int, ...]]
+    is_probe: bool = False
+
+    @classmethod
+    def plain(cls, batch: int) -> Choice:
+        return cls(0, [0] * batch, [()] * batch)
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        return tuple(sorted({m for members in self.members for m in members})) if self.n else ()
+
+
+class Adaptive:
+    """The policy of one engine. Jobs are known by their ids; a job is forgotten when it is not in a step."""
+
+    def __init__(self, n_max: Sequence[int], n_min: int = 0, can_be_silent: bool = False):
+        """n_max: of each drafter, in the chain's order. n_min: shorter drafts are thrown away, so never asked for.
+        can_be_silent: a step for which no drafter has a draft costs no more than a plain one (drafters on the host).
+        """
+        self.n_max = list(n_max)
+        self.can_be_silent = can_be_silent
+        top = max(self.n_max)
+        self.widths = sorted({n for n in LENGTHS if n < top and (n == 0 or n >= n_min)} | {0, top})
+        self.costs = Costs()
+        self.pool = [Worth.fresh(n) for n in self.n_max]  # over all streams: what a new one is expected to be like
+        self.streams: dict[int, Stream] = {}
+        self.credit = 0.0  # in plain steps: for steps that look worth it
+        self._is_started = False  # the first credit follows from what drafts cost
+        self.saved = 0.0  # in plain steps: for probes
+        self.choice: Choice | None = None
+        self.n_steps = 0
+        every = range(len(self.n_max))
+        self.subsets = [s for size in range(1, len(self.n_max) + 1) for s in combinations(every, size)]
+        self._turn = 0
+        self._asked: dict[int, int] = {}  # first tries of each drafter
+        self._shown = -1
+
+    # -- before a step -----------------------------------------------------------------------------------------
+
+    def choose(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
+        """Lengths for the next step of `jobs`, job b at most most[b] (its own limit)."""
+        self.streams = {job: self.streams.get(job) or self._new_stream() for job in jobs}
+        self.n_steps += 1
+        choice = self._choose(jobs, most)
+        self.choice = choice
+        if choice.n != self._shown and not choice.is_probe:
+            log.debug("draft length %d for %d stream(s): %s", choice.n, len(jobs), self.shown(len(jobs)))
+            self._shown = choice.n
+        return choice
+
+    def _choose(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
+        batch, plain = len(jobs), Choice.plain(len(jobs))
+        if not any(most):
+            return plain
+        first = self._unmeasured(jobs, most)
+        if first is not None:
+            return first
+        best = self._best(jobs, most)
+        base = self.costs.of(batch, 0, 0)
+        if best.n == 0:
+            probe = self._probe(jobs, most)
+            return probe if probe is not None and self._loss(batch, probe, base) <= self.saved else plain
+        if self._loss(batch, best, base) > self.credit:
+            return replace(best, is_probe=True)  # paid from what was saved
+        if len(self.n_max) > 1 and self.n_steps % MEMBER_EVERY == 0:
+            return self._other_member(jobs, most, best)
+        return best
+
+    def _new_stream(self) -> Stream:
+        return Stream([Worth.like(pool) for pool in self.pool], [SPEAKS_PRIOR] * len(self.pool))
+
+    def _loss(self, batch: int, choice: Choice, base: float) -> float:
+        """In plain steps: what the step costs too much if no draft is right."""
+        return self.costs.of(batch, _key(choice.asked), choice.n) / base - 1.0
+
+    def _unmeasured(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
+        """Before anything is known: a plain step and one of full width with each drafter, twice."""
+        costs, batch = self.costs, len(jobs)
+        if not costs.ms or (len({b for b, _, _ in costs.ms}) == 1 and (batch, 0, 0) in costs.n_seen):
+            if not costs.known(batch, 0, 0):
+                return Choice.plain(batch)
+            for m in range(len(self.n_max)):
+                n = max(n for n in self.widths if n <= min(self.n_max[m], max(most), AUTO_N_MAX) or n == 0)
+                tries = sum(seen for (b, key, _), seen in costs.n_seen.items() if b == batch and key == _key((m,)))
+                if n and tries < 2 and self._asked.get(m, 0) < FIRST_TRIES:
+                    self._asked[m] = self._asked.get(m, 0) + 1
+                    return self._uniform(n, (m,), most)
+        return None
+
+    def _uniform(self, n: int, members: tuple[int, ...], most: Sequence[int], is_probe: bool = False) -> Choice:
+        return Choice(n, [min(n, limit) for limit in most], [members] * len(most), is_probe)
+
+    def _best(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
+        """The width and drafters with the most expected tokens a millisecond, of those whose failure can be paid."""
+        batch, streams = len(jobs), [self.streams[job] for job in jobs]
+        best = Choice.plain(batch)
+        best_rate = PLAIN * batch / self.costs.of(batch, 0, 0)
+        now = self.choice.n if self.choice is not None and not self.choice.is_probe else -1
+        base, budget = self.costs.of(batch, 0, 0), max(self.credit, self.saved)
+        for n in self.widths[1:]:
+            if n > max(most):
+                break
+            for subset in self.subsets:
+                cost = self.costs.of(batch, _key(subset), n)
+                if cost / base - 1.0 > budget:
+                    continue
+                allowed, total, silent = [], 0.0, 1.0
+                for stream, limit in zip(streams, most):
+                    found, tokens = _best_order(stream, subset, min(n, limit))
+                    allowed.append(found)
+                    total += tokens
+                    silent *= stream.silence(found)
+                if self.can_be_silent:
+                    cost += silent * (base - cost)
+                rate = total / cost
+                if n == now:
+                    rate *= STAY
+                if rate > best_rate:
+                    best = Choice(n, [min(n, limit) for limit in most], allowed)
+                    best_rate = rate
+        return best
+
+    def _probe(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
+        """A look at what drafting would give, with each drafter in turn: the width that, if drafts were good, would
+        bring the most for what it costs if they are not."""
+        self._turn += 1
+        m, batch = self._turn % len(self.n_max), len(jobs)
+        base = self.costs.of(batch, 0, 0)
+
+        def promise(n: int) -> float:
+            hoped = (1.0 - HOPE ** (n + 1)) / (1.0 - HOPE)
+            cost = self.costs.of(batch, _key((m,)), n) / base
+            return (hoped - cost) / max(cost - 1.0, 0.01)
+
+        widths = [n for n in self.widths[1:] if n <= min(max(most), self.n_max[m])]
+        return self._uniform(max(widths, key=promise), (m,), most, is_probe=True) if widths else None
+
+    def _other_member(self, jobs: Sequence[int], most: Sequence[int], best: Choice) -> Choice:
+        """The best step's width with a drafter that it would not ask."""
+        others = [m for m in range(len(self.n_max)) if m not in best.asked]
+        if not others:
+            return best
+        self._turn += 1
+        probe = self._uniform(best.n, (others[self._turn % len(others)],), most, is_probe=True)
+        loss = self._loss(len(jobs), probe, self.costs.of(len(jobs), 0, 0))
+        return probe if loss <= self.credit else best
+
+    # -- after it ----------------------------------------------------------------------------------------------
+
+    def record(self, jobs: Sequence[int], choice: Choice, n_drafted: Sequence[int], n_accepted: Sequence[int],
+               sources: Sequence[int], ms: float | None) -> None:
+        """What a step came to. sources: the drafter whose draft each stream had. ms None: not the step's own time."""
+        batch = len(jobs)
+        is_silent = self.can_be_silent and not any(n_drafted)
+        width, asked = (0, 0) if is_silent else (choice.n, _key(choice.asked))
+        if ms is not None:
+            self.costs.record(batch, asked, width, ms)
+        for job, members, source, drafted, accepted in zip(jobs, choice.members, sources, n_drafted, n_accepted):
+            if choice.n == 0 or job not in self.streams:
+                continue
+            self.streams[job].record(members, source, drafted, accepted)
+            if drafted:
+                self.pool[source].record(drafted, accepted)
+        base, cost = self.costs.of(batch, 0, 0), self.costs.of(batch, asked, width)
+        if inf in (base, cost):
+            return
+        if not self._is_started and choice.n:
+            self.credit, self._is_started = min(1.0 + 1.5 * (cost / base - 1.0), MOST_AT_START), True
+        gain = (batch + sum(n_accepted)) / batch - cost / base
+        if choice.n == 0:
+            self.saved += EARN
+            self.credit += EARN_BACK
+        elif choice.is_probe:  # what a probe wins pays it back first: the next one can follow at once
+            stake, won = cost / base - 1.0, sum(n_accepted) / batch
+            self.saved -= max(stake - won, 0.0)
+            self.credit += max(won - stake, 0.0)
+        else:
+            self.credit += gain
+        self.credit, self.saved = min(self.credit, MOST_CREDIT), min(self.saved, MOST_SAVED)
+
+    # -- what is shown -----------------------------------------------------------------------------------------
+
+    def shown(self, batch: int | None = None) -> str:
+        """One line: for each length that was tried, expected tokens and milliseconds."""
+        batch = batch or len(self.streams)
+        rows = self.table(batch)
+        return ", ".join(f"{n}: {tokens:.2f} tokens / {ms:.2f} ms" for n, tokens, ms in rows) or "nothing measured yet"
+
+    def table(self, batch: int | None = None) -> list[tuple[int, float, float]]:
+        """(length, expected tokens a stream, milliseconds) of the widths measured at this number of streams."""
+        batch = batch or len(self.streams)
+        asked = self.choice.asked if self.choice is not None and self.choice.n else self.subsets[0]
+        out = []
+        for n in self.widths:
+            if self.streams and self.costs.known(batch, _key(asked), n):
+                tokens = sum(s.tokens(asked if n else (), n) for s in self.streams.values()) / len(self.streams)
+                out.append((n, tokens, self.costs.of(batch, _key(asked), n)))
+        return out
+
+
+def adaptive_for(drafter: Any, n_min: int = 0) -> Adaptive:
+    """The policy for a drafter or a chain."""
+    members = getattr(drafter, "members", [drafter])
+    return Adaptive([member.n_max for member in members], n_min, can_be_silent=not drafter.capturable)
+
+
+def _key(members: Sequence[int]) -> int:
+    """A set of drafters as bits; 0: a plain step."""
+    return sum(1 << m for m in set(members))
+
+
+def _best_order(stream: Stream, subset: tuple[int, ...], n: int) -> tuple[tuple[int, ...], float]:
+    """Which of the drafters asked anyway this stream should use, and its expected tokens."""
+    if len(subset) == 1:
+        return subset, stream.tokens(subset, n)
+    choices = [s for size in range(1, len(subset) + 1) for s in combinations(subset, size)]
+    best = max(choices, key=lambda s: stream.tokens(s, n))
+    return best, stream.tokens(best, n)
