@@ -11,11 +11,14 @@ import torch
 from click.testing import CliRunner
 from families import make_qwen35
 
+from ggufspec import bundled
 from ggufspec.errors import ConfigError
+from ggufspec.gguf_file import open_gguf
 from ggufspec.models import load_model
 from ggufspec.rows import prompt_rows
 from ggufspec.tools.bench import command
 from ggufspec.tools.bench.attach import Bench
+from ggufspec.tools.bench.description import model_type, named
 from ggufspec.tools.bench.outputs import FIELDS, test_text
 from ggufspec.tools.bench.stepper import Stepper
 from ggufspec.tools.bench.tests_options import parse
@@ -125,8 +128,16 @@ def test_markdown_table(model):
     assert re.fullmatch(r"(\| [-:]+ )+\|", lines[1]) and len(lines[0]) == len(lines[1])
     cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
     assert cells[3:7] == ["CPU", "1", "4", "pp8"] and re.fullmatch(r"\d+\.\d\d ± \d+\.\d\d", cells[7])
-    assert cells[0].startswith("qwen35 ") and cells[0].endswith("F16") and cells[1].endswith("MiB")
+    assert re.fullmatch(r"qwen35 \dM .*\(guessed\)", cells[0]) and cells[1].endswith("MiB")
     assert re.fullmatch(r"build: \S+ \(\d+\)", lines[-1])
+
+
+def test_descriptions():
+    assert [named(n) for n in (1, 7, 15, 14, 10, 18, 30, 0, 32, 99)] == [
+        "F16", "Q8_0", "Q4_K - Medium", "Q4_K - Small", "Q2_K - Medium", "Q6_K", "IQ4_XS - 4.25 bpw", "all F32", "BF16",
+        "type 99",
+    ]  # fmt: skip
+    assert model_type(open_gguf(bundled.target_path())) == "qwen35 32M Q4_K - Medium"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ggufspec.gguf_file import GGUFFile
 from ggufspec.quant import policy
 
@@ -20,9 +22,16 @@ def model_type(file: GGUFFile) -> str:
 
 
 def file_type_text(file: GGUFFile) -> str:
+    """The name of `general.file_type`; without that key what the commonest tensor type suggests."""
     number = file.get("general.file_type", int, None)
     if number is None:
-        return "unknown, may not work"
+        ((commonest, _),) = Counter(tensor.layout.name for tensor in file.tensors.values()).most_common(1)
+        guess = policy.GUESSED.get(commonest)
+        return "unknown" if guess is None else f"{named(guess)} (guessed)"
+    return named(number)
+
+
+def named(number: int) -> str:
     known = {t.id: t.name for t in policy.FILE_TYPES} | {i: name for name, i in policy.NOT_WRITTEN.items()}
     name = known.get(number)
     if name is None:

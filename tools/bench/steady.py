@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ggufspec.drafters.synth import SyntheticAcceptance
 from ggufspec.engine import Engine, EngineStats
@@ -48,10 +49,10 @@ class Run:
 class SteadyEngine(Engine):
     """An engine that lets nobody decode while a prompt waits."""
 
-    def _decode(self, running: list[Slot]) -> list[Event]:
+    def _decode(self, running: list[Slot], **how: Any) -> list[Event]:
         if any(slot.job is not None and slot.job.state is JobState.PROMPT for slot in self.slots):
             return []
-        return super()._decode(running)
+        return super()._decode(running, **how)
 
 
 def accept_at_random(engine: Engine, rates: Sequence[float]) -> None:
