@@ -14,7 +14,7 @@ from ggufspec.chat_parse import Delta
 
 from .answer import Answer, Step
 from .chat import ChatPrompt, read_chat
-from .errors import ApiError, read_object
+from .errors import ApiError, read_object, type_error
 from .native import run_completion
 from .respond import Chunk, JsonResponse
 from .state import ServerState, random_id
@@ -52,7 +52,8 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         kind: Any = choice.get("type")
-        out["tool_choice"] = {"any": "required", "tool": "required", "none": "none"}.get(kind, "auto")
+        known = {"any": "required", "tool": "required", "none": "none"}
+        out["tool_choice"] = known.get(kind, "auto") if isinstance(kind, str) else "auto"
         if kind == "tool" and isinstance(choice.get("name"), str):
             out["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         if choice.get("disable_parallel_tool_use"):
@@ -101,15 +102,15 @@ def _message(message: Any) -> list[dict[str, Any]]:
         elif kind == "image":
             parts.append(_image(block))
         elif kind == "thinking":
-            reasoning += block.get("thinking", "")
+            reasoning += _string(block, "thinking")
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
-            function = {"name": block.get("name", ""), "arguments": arguments}
-            calls.append({"id": block.get("id", ""), "type": "function", "function": function})
+            function = {"name": _string(block, "name"), "arguments": arguments}
+            calls.append({"id": _string(block, "id"), "type": "function", "function": function})
         elif kind == "tool_result":
             result = block.get("content", "")
             text = result if isinstance(result, str) else _text(result)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": text})
+            results.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id"), "content": text})
     out: list[dict[str, Any]] = list(results)
     if parts or calls or reasoning:
         single = len(parts) == 1 and parts[0]["type"] == "text"
@@ -120,6 +121,14 @@ def _message(message: Any) -> list[dict[str, Any]]:
             one["tool_calls"] = calls
         out.append(one)
     return out
+
+
+def _string(block: dict[str, Any], key: str) -> str:
+    """A text member of a block; absent and null count as empty."""
+    value = block.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ApiError(f"Field '{key}': {type_error('string', value)}")
+    return value or ""
 
 
 def _image(block: dict[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,10 @@ def choose_grammar(
     if not use.callable or call_format is None:
         return None
     parallel = use.parallel if use.parallel is not None else template.capabilities.supports_parallel_tool_calls
-    return _spec(tool_grammar(call_format, use.callable, use.choice == "required", parallel, thinking_end))
+    try:
+        return _spec(tool_grammar(call_format, use.callable, use.choice == "required", parallel, thinking_end))
+    except (AttributeError, KeyError, TypeError, ValueError) as e:  # a schema of the wrong shape somewhere inside
+        raise ApiError(f"Failed to parse tools: a function's parameters are no JSON schema ({e})") from None
 
 
 def read_budget(

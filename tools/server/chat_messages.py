@@ -44,7 +44,7 @@ def _check_content(content: Any) -> None:
         raise ApiError("Expected 'content' to be a string or an array")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _MEDIA:
+        if isinstance(kind, str) and kind in _MEDIA:
             raise ApiError(
                 f"{_MEDIA[kind]} input is not supported - hint: if this is unexpected, "
                 "you may need to provide the mmproj"

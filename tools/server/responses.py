@@ -81,8 +81,10 @@ def _item(item: Any, messages: list[dict[str, Any]]) -> None:
         content = _content(item.get("output", ""))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id", ""), "content": content})
     elif kind == "reasoning":
-        texts = [p.get("text", "") for p in item.get("content") or [] if isinstance(p, dict)]
-        message = {"role": "assistant", "content": "", "reasoning_content": "".join(texts)}
+        parts = item.get("content")
+        texts = [p.get("text") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
+        thoughts = "".join(text for text in texts if isinstance(text, str))
+        message = {"role": "assistant", "content": "", "reasoning_content": thoughts}
         messages.append(message)
     elif kind in (None, "message") and role in ("user", "system", "developer", "assistant"):
         content = _content(item.get("content"))
@@ -109,7 +111,7 @@ def _content(value: Any) -> Any:
     parts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _PART_TYPES:
+        if isinstance(kind, str) and kind in _PART_TYPES:
             parts.append({"type": "text", "text": part.get("text", "")})
         elif kind == "input_image":
             parts.append({"type": "image_url", "image_url": {"url": part.get("image_url", "")}})
