@@ -49,10 +49,10 @@ class Run:
 class SteadyEngine(Engine):
     """An engine that lets nobody decode while a prompt waits."""
 
-    def _decode(self, running: list[Slot], **how: Any) -> list[Event]:
+    def _decode(self, running: list[Slot], *how: Any, **named: Any) -> list[Event]:
         if any(slot.job is not None and slot.job.state is JobState.PROMPT for slot in self.slots):
             return []
-        return super()._decode(running, **how)
+        return super()._decode(running, *how, **named)
 
 
 def accept_at_random(engine: Engine, rates: Sequence[float]) -> None:
