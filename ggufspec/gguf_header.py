@@ -379,7 +379,8 @@ def _place_tensors(
             n_bytes, is_exact = max(0, following - offset), False
         start = data_start + offset
         if start + n_bytes > cursor.size:
-            cursor.fail(what, f"ends at byte {start + n_bytes}, expected at most {cursor.size}, the file's size")
+            cut = f"expected at most {cursor.size}, the file's size: the file is cut short"
+            cursor.fail(what, f"ends at byte {start + n_bytes}, {cut}")
         tensors.append(TensorInfo(name, shape, type_id, start, n_bytes))
         end = _pad(offset + n_bytes, alignment)
     return tensors

@@ -207,7 +207,8 @@ def file_type(text: str) -> FileType:
         if name == other or text == str(number):
             written = ", ".join(t.name for t in FILE_TYPES)
             raise UnsupportedError(f"file type {other} is not written here; choose one of {written}, COPY")
-    raise ConfigError(f"invalid ftype '{text}'")
+    written = ", ".join(t.name for t in FILE_TYPES)
+    raise ConfigError(f"invalid ftype '{text}', expected one of {written}, COPY")
 
 
 def display_name(text: str) -> str:

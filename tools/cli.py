@@ -88,6 +88,10 @@ def complete(runtime: Runtime, request: Request, screen: Screen, load_ms: float)
     if len(ids) > room:
         raise RequestError(f"prompt is too long ({len(ids)} tokens, max {room}): raise --ctx-size")
     shown = tokenizer.decode(ids, skip_special=not settings.chat.special) if settings.cli.display_prompt else ""
+    if request.n_predict == 0:  # a server reads the prompt into its cache and gives one token; here nobody asked for it
+        screen.prompt(shown)
+        screen.write("\n")
+        return 0
     job = None
     with Interrupt() as interrupt:
         events = runtime.engine.generate(replace(request, prompt=ids))

@@ -17,7 +17,7 @@ from ggufspec.job import Request
 from ggufspec.thinking import thinking_budget
 from ggufspec.tools.runtime import Runtime
 from ggufspec.tools.settings import ChatSettings, Settings
-from ggufspec.tools.terminal import Interrupt, Screen, drafter_lines, rates
+from ggufspec.tools.terminal import Interrupt, Screen, drafter_lines, edit_lines, rates
 
 HELP = """available commands:
   /exit, Ctrl-C    leave
@@ -164,6 +164,8 @@ def chat(runtime: Runtime, request: Request, screen: Screen) -> int:
     if settings.cli.system:
         session.messages.append({"role": "system", "content": settings.cli.system})
     banner(runtime)
+    if not settings.cli.simple_io:
+        edit_lines()
     try:
         goes_on = True
         if settings.cli.prompt is not None:

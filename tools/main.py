@@ -29,6 +29,10 @@ COMMANDS = {
 }
 
 
+class UnknownCommand(click.UsageError):
+    """Exits with 2; everything else that is wrong with a command line with 1, as in llama.cpp's tools."""
+
+
 class CommandTable(click.Group):
     """Imports a subcommand's module only when that subcommand runs: `ggufspec --help` needs no torch."""
 
@@ -52,7 +56,7 @@ class CommandTable(click.Group):
         if args and args[0] not in known:
             near = difflib.get_close_matches(args[0], known, n=1)
             hint = f" (did you mean {near[0]}?)" if near else f"; commands are {', '.join(known)}"
-            raise click.UsageError(f"there is no command {args[0]!r}{hint}")
+            raise UnknownCommand(f"there is no command {args[0]!r}{hint}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -73,19 +77,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Exit status of one command: 0, 1 for an error (one line on stderr), 2 for wrong use, 130 for Ctrl-C."""
+    """Exit status of one command: 0, 1 for an error (one line on stderr), 2 for a wrong command, 130 for Ctrl-C."""
     try:
         result = commands.main(args=None if argv is None else list(argv), prog_name="ggufspec", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except GgufspecError as error:
-        message = str(error)
-        print(message if message.startswith("error") else f"error: {message}", file=sys.stderr)
+        _print_error(str(error))
         return 1
     except click.exceptions.Exit as done:
         return done.exit_code
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else "ggufspec"
+        _print_error(f"{error.format_message().rstrip('.')} (see {path} --help)")
+        return 2 if isinstance(error, UnknownCommand) else 1
     except click.ClickException as error:
-        error.show()
+        _print_error(error.format_message())
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -93,5 +100,21 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader has gone (`ggufspec ... | head`): nothing more to say, and nothing at exit either.
-        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        _drop_stdout()
         return 0
+    except OSError as error:
+        # What commands open themselves they report themselves; the rest is mostly a standard output that is full.
+        _drop_stdout()
+        where = "standard output" if error.filename is None else error.filename
+        _print_error(f"{where}: {error.strerror or error}")
+        return 1
+
+
+def _print_error(message: str) -> None:
+    """One line; some messages already begin as llama.cpp's do."""
+    print(message if message.startswith("error") else f"error: {message}", file=sys.stderr)
+
+
+def _drop_stdout() -> None:
+    """What is still buffered can't be written: without this Python would try again at exit, and complain."""
+    sys.stdout = open("/dev/null", "w")  # noqa: SIM115

@@ -4,6 +4,7 @@ silent too.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,8 @@ from ggufspec.errors import ConfigError
 from ggufspec.grammar import GrammarSpec
 from ggufspec.sampling import SamplingParams, sampler_letters, sampler_names
 from ggufspec.tools.settings import Settings
+
+log = logging.getLogger(__name__)
 
 # key after `general.sampling.`: field of SamplingParams, type
 KEYS: dict[str, tuple[str, type]] = {
@@ -57,5 +60,7 @@ def grammar_of(settings: Settings) -> GrammarSpec | None:
     llama.cpp.
     """
     if settings.grammar.json_schema is not None:
+        if settings.grammar.grammar is not None:
+            log.warning("--grammar has no effect beside --json-schema: give one of them")
         return GrammarSpec("json_schema", settings.grammar.json_schema)
     return GrammarSpec("gbnf", settings.grammar.grammar) if settings.grammar.grammar is not None else None

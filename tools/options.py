@@ -282,9 +282,11 @@ def unknown_argument(typed: str, name: str, tool: str) -> str:
         return f"error: invalid argument: {typed} (write the value as the next argument, not after '=')"
     elsewhere = [other for other in sorted(ALL) if other != tool and name in _by_name(other)]
     if elsewhere:
-        return f"error: invalid argument: {typed} ({tool} does not take it; {', '.join(elsewhere)} does)"
+        verb = "does" if len(elsewhere) == 1 else "do"
+        return f"error: invalid argument: {typed} ({tool} does not take it; {', '.join(elsewhere)} {verb})"
     near = difflib.get_close_matches(name, _by_name(tool), n=1, cutoff=0.6)
-    return f"error: invalid argument: {typed}" + (f" (did you mean {near[0]}?)" if near else "")
+    hint = f"did you mean {near[0]}?" if near else f"see ggufspec {tool} --help"
+    return f"error: invalid argument: {typed} ({hint})"
 
 
 def boolean(text: str, name: str) -> bool:

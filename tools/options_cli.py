@@ -54,7 +54,7 @@ OPTIONS = (
     _cli("--show-timings", "show_timings", "timings after an answer", negative="--no-show-timings",
          env="LLAMA_ARG_SHOW_TIMINGS"),
     _cli("-o --output", "transcript", "write the conversation to a file", "FNAME", read.text),
-    Option(("--simple-io",), "cli", tools=_CLI, status="no-op", note="input and output are always plain"),
+    _cli("--simple-io", "simple_io", "no line editing and no history of lines in a chat"),
     _unsupported("--image", _NO_MEDIA, "FNAME,..."),
     _unsupported("--audio", _NO_MEDIA, "FNAME,..."),
     _unsupported("--video", _NO_MEDIA, "FNAME,..."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 from ggufspec.tools.command import shown_default
@@ -55,12 +56,20 @@ def _names(option: Option) -> str:
 def _row(option: Option) -> str:
     tools = "all" if option.tools == ALL else " ".join(sorted(option.tools))
     environment = f"`{option.env}`" if option.env else ""
-    default = shown_default(option, "server" if option.tools == {"server"} else sorted(option.tools)[-1])
+    default = _default(option)
     notes = [option.help]
     notes += [f"{_value(option, value)}: not supported, {reason}" for value, reason in option.refused]
     notes += [f"{_value(option, value)}: no effect, {reason}" for value, reason in option.warned]
     cells = (_names(option), environment, _cell(default), tools, _cell("; ".join(notes)))
     return "| " + " | ".join(cells) + " |"
+
+
+def _default(option: Option) -> str:
+    """The default of most tools, then those of the others: `on (perplexity: off)`."""
+    by_tool = {tool: shown_default(option, tool) for tool in sorted(option.tools)}
+    most = Counter(by_tool.values()).most_common(1)[0][0]
+    others = ", ".join(f"{tool}: {value}" for tool, value in by_tool.items() if value != most)
+    return f"{most} ({others})".strip() if others else most
 
 
 def _value(option: Option, value: object) -> str:

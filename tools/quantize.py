@@ -238,6 +238,9 @@ def _show_warnings(plan: Plan) -> None:
             click.echo(f"{t.name:<36s} - applying manual override: {override}", err=True)
         if plan.options.imatrix and t.is_converted and t.importance is None and t.target not in policy.PLAIN:
             click.echo(f"did not find weights for {t.name}", err=True)
+    for pattern, _ in plan.options.choices.patterns:
+        if not any(pattern.search(t.name) for t in plan.tensors):
+            click.echo(f"warning: --tensor-type {pattern.pattern}=...: no tensor has such a name", err=True)
     if n_fallbacks:
         n_decided = sum(not t.decision.kept for t in plan.tensors)
         click.echo(

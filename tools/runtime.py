@@ -59,7 +59,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
     if settings.common.threads > 0:
         torch.set_num_threads(settings.common.threads)
     if settings.model.path is None:
-        raise ConfigError("--model is required")
+        raise ConfigError("--model is required: give a GGUF file with -m")
     check_context(settings.context)
     file = open_model_file(settings.model.path, settings.model.overrides)
     config = with_rope_options(read_config(file), settings.context)
@@ -69,8 +69,10 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
     n_slots, n_ctx = size_context(settings.context, config)
     if ranks is None:
         # before anything is read, and before other ranks start: they take over what comes out
+        before = settings.context
         settings = fitted(settings, file, config, draft_file, n_slots, n_ctx, draft_device(settings.speculative))
-        n_slots, n_ctx = size_context(settings.context, config)
+        if settings.context != before:
+            n_slots, n_ctx = size_context(settings.context, config)
         ranks = start_ranks(settings)
     if ranks is None:
         placement, shard = place(settings.model, config), WHOLE
@@ -173,8 +175,11 @@ def place(model: ModelSettings, config: Config) -> Placement:
     """Which device holds which layer, from `-dev`, `-ngl`, `-sm`, `-ts`, `-mg`."""
     if isinstance(model.tensor_split, str):
         raise ConfigError("--tensor-split auto: this command needs numbers (ggufspec plan shows them)")
+    devices = devices_of(model.devices)
+    if model.gpu_layers > 0 and model.devices is None and all(device.type == "cpu" for device in devices):
+        log.warning("no usable GPU found, --gpu-layers option will be ignored: the model runs on the CPU")
     return place_layers(
-        devices_of(model.devices), config.block_count, config.n_layers, gpu_layers=model.gpu_layers,
+        devices, config.block_count, config.n_layers, gpu_layers=model.gpu_layers,
         split=model.split_mode, tensor_split=model.tensor_split, main_gpu=model.main_gpu,
     )
 

@@ -174,6 +174,7 @@ class CliSettings:
     conversation: bool | None = None  # None: where there is no prompt and the model has a template
     single_turn: bool = False
     escape: bool = True
+    simple_io: bool = False  # lines are read as they come: no editing, no history
     color: str = "auto"
     display_prompt: bool = True
     multiline_input: bool = False

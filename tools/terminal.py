@@ -70,6 +70,15 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
 
+def edit_lines() -> None:
+    """From now on `input()` edits lines with the cursor keys and recalls earlier ones, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        return
+    readline.set_auto_history(True)
+
+
 def quit_at_once() -> None:
     """The program is ending anyway: a further Ctrl-C ends it without ceremony, and without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

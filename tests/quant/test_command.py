@@ -150,3 +150,9 @@ def test_interrupting_leaves_nothing(tmp_path):
         while time.monotonic() < deadline:
             os.killpg(run.pid, 0)
             time.sleep(0.05)
+
+
+def test_a_pattern_that_matches_nothing_is_named(source, tmp_path):
+    text = run("--dry-run", "--tensor-type", "no_such=q6_k", "--tensor-type", "ffn_down=q6_k", source, "Q8_0")
+    assert "warning: --tensor-type no_such=...: no tensor has such a name" in text
+    assert "--tensor-type ffn_down" not in text

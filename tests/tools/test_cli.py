@@ -10,6 +10,7 @@ import time
 
 import families
 import pytest
+import torch
 from small_vocabulary import byte_bpe
 
 from ggufspec.engine import Engine
@@ -105,6 +106,26 @@ def test_a_grammar_and_drafts(cli):
     assert re.fullmatch(r"([a-z]{2,5} \d+, )*[a-z]{0,5}( \d*)?,?\n", plain) and len(plain) >= 40
     assert cli(*argv, "--spec-type", "draft-mtp")[1] == plain
     assert cli(*argv, "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "1")[1] == plain
+
+
+def test_no_tokens_asked_for_are_no_tokens(cli):
+    assert cli("-p", "Hello", "-n", "0")[:2] == (0, "Hello\n")
+    assert cli("-p", "Hello", "-n", "0", "--no-display-prompt")[1] == "\n"
+
+
+def test_what_has_no_effect_says_so(cli):
+    status, out, err = cli("-p", "x", "-n", "1", "-ngl", "99", "-c", "100000", "-dev", "none")
+    assert status == 0 and "no usable GPU found" not in err  # none was asked for
+    assert err.count("exceeds the training context") == 1
+    grammar = ("--grammar", 'root ::= "a"', "--json-schema", '{"const": 7}')
+    status, out, err = cli("-p", "x", "-n", "9", "--no-display-prompt", *grammar)
+    assert status == 0 and out == "7 [end of text]\n" and "--grammar has no effect beside --json-schema" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_layers_without_a_gpu(cli):
+    assert "no usable GPU found, --gpu-layers option will be ignored" in cli("-p", "x", "-n", "1", "-ngl", "99")[2]
+    assert "no usable GPU" not in cli("-p", "x", "-n", "1", "-ngl", "0")[2]
 
 
 def test_generation_ends_where_the_context_does(cli):

@@ -37,6 +37,8 @@ def test_help_needs_neither_torch_nor_a_command_module():
         (ModuleNotFoundError("no", name="xllamacpp"), 1, "error: ggufspec cli needs the package xllamacpp"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 0, ""),
+        (OSError(28, "No space left on device"), 1, "error: standard output: No space left on device"),
+        (OSError(13, "Permission denied", "x.json"), 1, "error: x.json: Permission denied"),
     ],
 )
 def test_errors_become_one_line(monkeypatch, capsys, raised, status, line):
@@ -58,3 +60,26 @@ def test_a_programming_error_is_not_hidden(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", load)
     with pytest.raises(ZeroDivisionError):
         main.run(["cli"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["inspect"], "error: Missing argument 'FILE' (see ggufspec inspect --help)"),
+        (["tokenize", "--frob"], "error: No such option '--frob' (see ggufspec tokenize --help)"),
+        (["quantize", "a.gguf", "b.gguf", "Q9_K"], "error: invalid ftype 'Q9_K', expected one of Q8_0, "),
+        (["quantize", "a.gguf", "Q8_0", "--imatrix", "/nonexistent"], "error: failed to load imatrix"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(capsys, argv, line):
+    assert main.run(argv) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(line) and shown.count("\n") == 1
+
+
+def test_a_full_standard_output_is_one_line():
+    code = "from ggufspec.tools.main import main; main(['inspect', '--help'])"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output: No space left on device\n"

@@ -132,7 +132,7 @@ def test_unknown_names_suggest_the_nearest():
     assert "after '='" in error("cli", "--ctx-size=5")
     assert "server does" in error("cli", "--port 80")
     assert "options begin with '-'" in error("cli", "hello")
-    assert error("cli", "--zzzzqqq") == "error: invalid argument: --zzzzqqq"
+    assert error("cli", "--zzzzqqq") == "error: invalid argument: --zzzzqqq (see ggufspec cli --help)"
 
 
 def test_missing_value():
