@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ggufspec.drafters.dflash import BlockDrafter
 from ggufspec.drafters.mtp import Mtp
+from ggufspec.models.base import Head
 from ggufspec.sampling import SamplingParams
 
 from .attach import Bench
@@ -55,20 +55,20 @@ def split_step(bench: Bench, engine: SteadyEngine, prompt: Sequence[int]) -> dic
     out = {phase: {part: ms / n_steps for part, ms in found.items()} for phase, found in parts.items()}
     out = {phase: out.get(phase, {}) for phase in ("draft", "verify", "sample")}
     take_head(out["verify"], head_ms(bench.model.head, n + 1, bench))
-    n_calls, n_rows = draft_heads(engine, n)
-    if n_calls:
-        take_head(out["draft"], n_calls * head_ms(bench.model.head, n_rows, bench))
+    head, n_calls, n_rows = draft_head(engine, n)
+    if head is not None:
+        take_head(out["draft"], n_calls * head_ms(head, n_rows, bench))
     return {"measured_by": recorder.name, "n_steps": run.stats.n_decode, **out}
 
 
-def draft_heads(engine: SteadyEngine, n: int) -> tuple[int, int]:
-    """(calls, rows each) of the target's head in one draft; (0, 0) when the drafter has one of its own."""
+def draft_head(engine: SteadyEngine, n: int) -> tuple[Head | None, int, int]:
+    """(the drafter's head, its own or the target's; calls in one draft; rows of a call)"""
     drafter = engine.drafter
     if isinstance(drafter, Mtp):
-        return n, 1
-    if isinstance(drafter, BlockDrafter) and drafter.backbone.head is engine.target.head:
-        return 1, n
-    return 0, 0
+        return drafter.block.head, n, 1
+    if isinstance(drafter, BlockDrafter):
+        return drafter.backbone.head, 1, n
+    return None, 0, 0
 
 
 def take_head(parts: dict[str, float], ms: float) -> None:
@@ -79,9 +79,9 @@ def take_head(parts: dict[str, float], ms: float) -> None:
         parts["head"] = ms
 
 
-def head_ms(head: Callable[[Tensor], Tensor], n_rows: int, bench: Bench, n_runs: int = 7) -> float:
+def head_ms(head: Head, n_rows: int, bench: Bench, n_runs: int = 7) -> float:
     """Median time of the head alone on n_rows rows."""
-    device = bench.model.device
+    device = head.device
     hidden = torch.randn(1, n_rows, bench.config.embedding_length, device=device)
     times = []
     with torch.inference_mode():
