@@ -254,8 +254,9 @@ def _mirostat(c: Candidates, row: Row, state: SamplerState, n_vocab: int) -> Cho
             b = np.log(prob[: n - 1] / prob[1:n])
             s = float((t * b).sum() / (t * t).sum())
         e = s - 1.0
-        with np.errstate(all="ignore"):
-            k = np.power(e * 2.0**state.mu / (1 - float(n_vocab) ** -e), 1.0 / s)
+        with np.errstate(all="ignore"):  # a lone candidate divides by zero, a large tau overflows: as C's floats do
+            power = e * np.exp2(np.float64(state.mu)) / (1 - np.float64(n_vocab) ** -e)
+            k = np.power(power, np.float64(1.0) / s)
         size = max(int(k), 1) if np.isfinite(k) else (len(c.ids) if k == np.inf else 1)
     else:
         with np.errstate(divide="ignore"):

@@ -50,6 +50,18 @@ def test_mirostat_equals_the_reference(version, temperature):
     assert len({round(s.mu, 6) for s in states}) > 50
 
 
+@pytest.mark.parametrize("params", [dict(temperature=0.0), dict(mirostat_tau=1e5), dict(mirostat_tau=-1e5)])
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_at_its_ends(version, params):
+    """A lone candidate and a bound that no float holds give a token, not an arithmetic error."""
+    p = SamplingParams(seed=8, mirostat=version, **params)
+    logits = logits_of(5)
+    tokens, _ = one_by_one(logits, p)
+    assert len(tokens) == 5
+    if "mirostat_tau" not in params or params["mirostat_tau"] < 0:
+        assert tokens == logits.argmax(1).tolist()
+
+
 def test_adaptive_equals_its_formula():
     p = SEQUENTIAL[3]
     logits = logits_of(60)
