@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .errors import RequestError
 from .grammar import GrammarState
 from .job import TokenOut
 from .rows import Rows
@@ -87,10 +88,14 @@ class Chooser:
         spec = slot.job.request.grammar
         slot.grammar = None if spec is None else GrammarState.start(spec, self.tokenizer)
 
-    def accept(self, slot: Slot, token: int) -> None:
-        """A token was emitted: the grammar moves on."""
-        if slot.grammar is not None and token not in self.tokenizer.eog:
-            slot.grammar.advance(token)
+    def accept(self, slot: Slot, token: int) -> RequestError | None:
+        """A token is about to be emitted: the grammar moves on. The reason when it cannot."""
+        grammar = slot.grammar
+        if grammar is None:
+            return None
+        if grammar.error is None and token not in self.tokenizer.eog and not grammar.advance(token):
+            return RequestError("grammar: no token of the vocabulary fits what it expects next")
+        return grammar.error
 
     def first(self, logits: Tensor, slot: Slot) -> Chosen:
         """The first token after a prompt; logits [1, V]."""

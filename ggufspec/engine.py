@@ -210,7 +210,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Admit, one prompt chunk, one decode step. Returns what happened, in order."""
         events = self._take_inbox()
-        self._admit()
+        events += self._admit()
         waiting = [s for s in self.slots if s.job is not None and s.job.state is JobState.PROMPT]
         if waiting:
             slot = min(waiting, key=lambda s: s.job.id if s.job else 0)
@@ -242,13 +242,21 @@ class Engine:
                 events.append(self._finish(slot, "cancelled", "none"))
         return events
 
-    def _admit(self) -> None:
-        """Give queued jobs a free slot, oldest first; a job that wants a busy slot waits without blocking others."""
+    def _admit(self) -> list[Event]:
+        """Give queued jobs a free slot, oldest first; a job that wants a busy slot waits without blocking others.
+
+        A grammar is compiled here: its mistakes end its job alone.
+        """
+        events: list[Event] = []
         for job in list(self._queue):
             slot = admission.choose_slot(self.slots, job, self.cache.has_recurrent)
             if slot is not None:
                 self._queue.remove(job)
-                admission.start(self, slot, job)
+                try:
+                    admission.start(self, slot, job)
+                except RequestError as error:
+                    events.append(self._fail(slot, error))
+        return events
 
     def _prompt_chunk(self, slot: Slot) -> list[Event]:
         job = slot.job
@@ -387,16 +395,18 @@ class Engine:
         shown: list[TokenOut] = []
         text = ""
         for i, (token, out) in enumerate(zip(tokens, reported)):
+            error = self.chooser.accept(slot, token)
+            if error is not None:
+                self._trim(slot, len(tokens) - 1 - i)
+                return [self._fail(slot, error, text, shown)]
             job.generated.append(token)
-            self.chooser.accept(slot, token)
             shown.append(out)
             ends = self._ends(slot, token)
             if not ends:
                 text += slot.stream.push(token)
                 ends = self._ends_after(slot)
             if ends:
-                if i < len(tokens) - 1:
-                    self._trim(slot, len(tokens) - 1 - i)
+                self._trim(slot, len(tokens) - 1 - i)
                 slot.last = -1
                 return [self._finish(slot, *ends, text=text, tokens=shown)]
         slot.last = tokens[-1]
@@ -428,6 +438,8 @@ class Engine:
 
         Possible because recurrent layers replay a step's rows only at the next one.
         """
+        if n_too_many == 0:
+            return
         kept = self.decoder.n_accepted_rows(slot.id) - n_too_many
         self.cache.trim(slot.id, kept)
         if self.drafter is not None:
@@ -451,6 +463,12 @@ class Engine:
         slot.job, slot.stream, slot.grammar, slot.last = None, None, None, -1
         slot.t_used = time.perf_counter()
         return Event(job, "done", text, tokens or [])
+
+    def _fail(self, slot: Slot, error: RequestError, text: str = "", tokens: list[TokenOut] | None = None) -> Event:
+        """End the slot's job for a reason of its own; the others go on."""
+        event = self._finish(slot, "error", "none", text, tokens)
+        event.kind, event.error = "error", error
+        return event
 
     def new_stream(self, request: Request) -> TextStream:
         return TextStream(self.tokenizer, request.stop, request.parse_special_out)

@@ -59,9 +59,15 @@ class GrammarSpec:
 
 
 class GrammarState:
-    """One stream's place in its grammar. Not safe to share between threads."""
+    """One stream's place in its grammar. Not safe to share between threads.
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: Any, pending: _Pending | None, budget: BudgetState | None):
+    What goes wrong after `start` (a grammar that no token continues, one that grows too complex) is kept in `error`
+    and constrains nothing from there on: it ends one request, while a step serves many.
+    """
+
+    def __init__(self, vocabulary: _Vocabulary, matcher: Any, pending: _Pending | None, budget: BudgetState | None,
+                 error: RequestError | None = None):
+        self.error = error
         self._vocabulary = vocabulary
         self._matcher = matcher  # None: no grammar
         self._pending = pending  # a lazy grammar that waits for its trigger
@@ -80,7 +86,7 @@ class GrammarState:
     def clone(self) -> GrammarState:
         pending = None if self._pending is None else self._pending.clone()
         matcher = None if self._matcher is None else self._matcher.deep_copy()
-        return GrammarState(self._vocabulary, matcher, pending, self._budget)
+        return GrammarState(self._vocabulary, matcher, pending, self._budget, self.error)
 
     @property
     def is_waiting(self) -> bool:
@@ -94,7 +100,7 @@ class GrammarState:
 
     @property
     def _free(self) -> bool:
-        return self._pending is not None or self._matcher is None
+        return self._pending is not None or self._matcher is None or self.error is not None
 
     @property
     def _forced(self) -> int | None:
@@ -125,8 +131,7 @@ class GrammarState:
         if self._free:
             return np.full(n_words, -1, dtype=np.int32)
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[:n_words]
-        self._raise_if_failed()
-        return words
+        return np.full(n_words, -1, dtype=np.int32) if self._failed() else words
 
     def allowed(self, n_vocab: int) -> Tensor:
         """Allowed tokens, bool [n_vocab] on the CPU; ids past the vocabulary are not allowed."""
@@ -137,6 +142,8 @@ class GrammarState:
 
     def advance(self, token: int) -> bool:
         """Take a token that stands. False, and no change, if the grammar forbids it."""
+        if self.error is not None:
+            return True
         if not self.allows(token):
             return False
         is_forced = self._forced is not None
@@ -146,7 +153,7 @@ class GrammarState:
             return True  # a forced token ends the thoughts whatever the grammar thinks of it
         if self._pending is None:
             self._matcher.consume_token(token)
-            self._raise_if_failed()
+            self._failed()
             return True
         if token in self._vocabulary.eog:
             return True
@@ -174,15 +181,19 @@ class GrammarState:
 
     def _feed(self, text: bytes) -> None:
         """Take bytes that need not fall on token borders."""
-        tokens = self._vocabulary.spell(text)
+        try:
+            tokens = self._vocabulary.spell(text)
+        except RequestError as error:
+            self.error = error
+            return
         if not self._matcher.consume_tokens(tokens):
-            raise RequestError(
-                f"grammar: the text that triggered it does not fit it: {text[:80].decode(errors='replace')!r}"
-            )
+            shown = text[:80].decode(errors="replace")
+            self.error = RequestError(f"grammar: the text that triggered it does not fit it: {shown!r}")
 
-    def _raise_if_failed(self) -> None:
+    def _failed(self) -> bool:
         if self._matcher.is_error():
-            raise RequestError(f"grammar: {_one_line(self._matcher.get_error())}")
+            self.error = RequestError(f"grammar: {_one_line(self._matcher.get_error())}")
+        return self.error is not None
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import families
 import pytest
 from scripted import Scripted, knowing, lengths, noise
@@ -11,6 +9,7 @@ from scripted import Scripted, knowing, lengths, noise
 from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError, RequestError
 from ggufspec.gguf_file import open_gguf
+from ggufspec.grammar import GrammarSpec, Trigger
 from ggufspec.job import Event, Job, JobState, Request
 from ggufspec.models import Model, load_model
 from ggufspec.placement import Placement
@@ -191,6 +190,30 @@ def test_requests_that_can_never_be_served(model: tuple[Model, Tokenizer]) -> No
         e.submit(Request([], GREEDY))
     with pytest.raises(RequestError, match="token id 999999"):
         e.submit(Request([999999], GREEDY))
+
+
+LETTERS = tuple(Trigger("pattern", p) for p in (r"[\s\S]",))
+FAILING = {
+    "mistake": (GrammarSpec("gbnf", "root ::= [a"), "closing bracket"),
+    "dead end": (GrammarSpec("lark", 'start: "a" /[b&&c]/'), "grammar"),
+    "late trigger": (GrammarSpec("gbnf", 'root ::= "~~~"', lazy=True, triggers=LETTERS), "does not fit it"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_grammar_that_fails_ends_its_own_request_only(model: tuple[Model, Tokenizer], name: str) -> None:
+    grammar, message = FAILING[name]
+    want = plain(model, 30)
+    e = engine(model, knowing(want, len(PROMPT), lambda s: 3, model[0].n_vocab), n_slots=2)
+    good = e.submit(Request(PROMPT, GREEDY, n_predict=30))
+    e.step()
+    bad = e.submit(Request(PROMPT, SAMPLED, n_predict=30, grammar=grammar))
+    (error,) = [event for event in drain(e) if event.kind == "error"]
+    assert error.job is bad and message in str(error.error) and bad.finish_reason == "error"
+    assert good.generated == want and all(slot.job is None for slot in e.slots)
+    with pytest.raises(RequestError, match=message):
+        list(e.generate(Request(PROMPT, SAMPLED, n_predict=30, grammar=grammar)))
+    assert run(e, Request(PROMPT, GREEDY, n_predict=30))[0] == want
 
 
 def test_log_probabilities_of_accepted_tokens(model: tuple[Model, Tokenizer]) -> None:
