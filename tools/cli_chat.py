@@ -130,7 +130,7 @@ def template_of(runtime: Runtime) -> ChatTemplate:
         try:
             override = Path(settings.template_file).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{where}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
     if override is None and "tokenizer.chat_template" not in runtime.file.metadata:
         raise ConfigError(
             f"{runtime.file.path} has no chat template: give one with --chat-template, or a raw prompt with -p"

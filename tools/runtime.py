@@ -117,6 +117,11 @@ def check_context(context: ContextSettings) -> None:
     for name, type_name in (("--cache-type-k", context.type_k), ("--cache-type-v", context.type_v)):
         if type_name not in CACHE_TYPES:
             raise ConfigError(f"{name}: Unsupported cache type: {type_name}; expected one of {' '.join(CACHE_TYPES)}")
+    for name, value, least in (
+        ("--batch-size", context.n_batch, 1), ("--ubatch-size", context.n_ubatch, 0), ("--ctx-size", context.n_ctx, 0)
+    ):
+        if value < least:
+            raise ConfigError(f"{name}: invalid value {value}; expected {least} or more")
     if context.flash_attn == "off" and context.type_v not in ("f32", "f16", "bf16"):
         raise ConfigError("quantized V cache requires flash_attn to be enabled: drop -fa off or use -ctv f16")
 

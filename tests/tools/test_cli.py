@@ -144,6 +144,10 @@ def test_generation_ends_where_the_context_does(cli):
         (["-p", "x", "--spec-type", "draft-dspark"], "draft-dspark"),
         (["-p", "x", "-ctk", "q4_0", "-dev", "CUDA77"], "CUDA"),
         (["-p", "x", "--context-shift"], "--context-shift is not supported"),
+        (["-p", "x", "-b", "0"], "--batch-size: invalid value 0; expected 1 or more"),
+        (["-p", "x", "-ub", "-1"], "--ubatch-size: invalid value -1; expected 0 or more"),
+        (["-p", "x", "-c", "-7"], "--ctx-size: invalid value -7; expected 0 or more"),
+        (["--chat-template-file", "/nonexistent"], "--chat-template-file /nonexistent: No such file or directory"),
         (["--hlep"], "did you mean --help?"),
     ],
 )
