@@ -102,7 +102,7 @@ def start(shares: tuple[float, ...], devices: Sequence[torch.device], arguments:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     followers = []
     for rank in range(1, len(shares)):
-        command = [sys.executable, "-m", "ggufspec.tools.rank", str(rank), str(os.getpid()), *arguments]
+        command = [sys.executable, "-P", "-m", "ggufspec.tools.rank", str(rank), str(os.getpid()), *arguments]
         followers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
     closing = threading.Event()
     threading.Thread(target=_watch_followers, args=(followers, closing), daemon=True).start()

@@ -3,8 +3,14 @@ tests whose machine or reference is missing are skipped with the reason.
 """
 
 import importlib.util
+import os
 
 import pytest
+
+
+# Child processes import the installed package, never the source folder they are started in: it lacks the rooms that
+# lie beside it (quant, kernels, tools).
+os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
