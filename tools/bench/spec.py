@@ -42,7 +42,7 @@ from .workloads import Prompt, choose, encode, own_prompts, read_prompts
 
 CELLS = 256
 SEED = 1
-PARITY_TEMPERATURE = 1.0
+PARITY_TEMPERATURES = (0.0, 1.0)  # greedy and sampled, whether timed or not
 PARITY_TOKENS = 48
 
 
@@ -132,7 +132,8 @@ def _measure_drafter(
             for n_streams in plan.streams:
                 results.cells += _measure_cells(plan, choice, plain, engine, n_max, temperature, n_streams, bar)
         if not choice.is_synthetic:
-            results.parity.append(_sampled_parity(plan, choice, plain, engine, n_max))
+            others = [t for t in PARITY_TEMPERATURES if t not in plan.temperatures]
+            results.parity += [_parity(plan, choice, plain, engine, n_max, t) for t in others]
         if split:
             prompt = next(iter(plan.prompts.values()))[0]
             results.split.append({"drafter": choice.label, "n_max": n_max, **split_step(bench, engine, prompt)})
@@ -170,18 +171,18 @@ def _cell(pairs: list[Pair], choice: DrafterChoice, n_max: int, temperature: flo
     )
 
 
-def _sampled_parity(
-    plan: Plan, choice: DrafterChoice, plain: SteadyEngine, engine: SteadyEngine, n_max: int
+def _parity(
+    plan: Plan, choice: DrafterChoice, plain: SteadyEngine, engine: SteadyEngine, n_max: int, temperature: float
 ) -> dict[str, Any]:
-    """Every prompt once with sampling, whatever temperatures are timed: the streams must be the plain ones."""
-    sampling = plan.sampling_of(PARITY_TEMPERATURE, 1)
+    """One prompt of each workload at a temperature that is not timed: the streams must be the plain ones."""
+    sampling = plan.sampling_of(temperature, 1)
     n_tokens = min(plan.n_tokens, PARITY_TOKENS)
     pairs = []
     for prompts in plan.prompts.values():
         runs = [run_streams(e, prompts[:1], n_tokens, sampling) for e in (plain, engine)]
         pairs.append(Pair(*runs))
     return {
-        "drafter": choice.label, "n_max": n_max, "temperature": PARITY_TEMPERATURE, "n_streams": len(pairs),
+        "drafter": choice.label, "n_max": n_max, "temperature": temperature, "n_streams": len(pairs),
         "result": parity_text(pairs, False),
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ def text(results: Results) -> str:
     ))  # fmt: skip
     if results.parity:
         parts.append("\n".join(
-            f"sampled at temperature {p['temperature']:g}, {p['drafter']} n={p['n_max']}, {p['n_streams']} streams: "
+            f"at temperature {p['temperature']:g}, {p['drafter']} n={p['n_max']}, {p['n_streams']} streams: "
             f"{p['result']}" for p in results.parity
         ))  # fmt: skip
     if results.split:
