@@ -38,16 +38,20 @@ def first_difference(tokenizer: Tokenizer, ours: list[int], theirs: list[int]) -
 
 
 @pytest.mark.peer
+@pytest.mark.parametrize("n_bytes", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_same_ids_on_a_megabyte(name: str, tmp_path: Path) -> None:
+def test_same_ids_on_mixed_text(name: str, n_bytes: int, tmp_path: Path) -> None:
+    """Code, JSON, prose, emoji, CJK, control bytes: a megabyte in the slow run."""
     keys = VOCABULARIES[name]()
     tokenizer = Tokenizer.from_metadata(metadata(keys))
     peer = Peer(write_model(tmp_path / "model.gguf", keys))
-    text = mixed_text(1_000_000)
+    text = mixed_text(n_bytes)
     for parse_special in (True, False):
         ours = tokenizer.encode(text, True, parse_special)
-        assert len(ours) > 100_000
+        assert len(ours) > n_bytes // 10
         assert not first_difference(tokenizer, ours, peer.tokenize(text, True, parse_special))
+    if n_bytes < 1_000_000:
+        return
     if name in ("qwen35", "deepseek-v3"):  # between them their regexes name every class of characters
         text = every_character()
         assert not first_difference(tokenizer, tokenizer.encode(text), peer.tokenize(text, True))
