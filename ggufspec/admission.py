@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
+from .host_copy import host_copy
 from .job import Job, JobState
 from .slot import Checkpoint, Slot
 
@@ -140,11 +141,8 @@ def stash(engine: Engine, slot: Slot) -> None:
     """Move a slot's state to the host cache before another prompt overwrites it."""
     if not engine.prompt_cache.wants(slot.tokens):
         return
-    data = save(engine, slot)
+    data, n_bytes = host_copy(save(engine, slot))
     cuts = [c.n_past for c in slot.checkpoints] if engine.cache.has_recurrent else None
-    n_bytes = data["cache"].n_bytes + sum(
-        t.numel() * t.element_size() for c in slot.checkpoints for t in c.states if t is not None
-    )
     engine.prompt_cache.save(slot.tokens, data, n_bytes, cuts)
 
 

@@ -6,7 +6,9 @@ from golden.check_parity import Pair
 from ggufspec import bundled
 from ggufspec.gguf_file import open_gguf
 from ggufspec.grammar import GrammarSpec
+from ggufspec.host_copy import host_copy
 from ggufspec.job import JobState, Request
+from ggufspec.prompt_cache import PromptCache
 from ggufspec.sampling import SamplingParams
 from ggufspec.slot_file import read_slot, write_slot
 
@@ -102,6 +104,21 @@ def test_a_saved_slot_goes_on_as_it_would_have(pair, prompts, kind, tmp_path):
     source.restore_slot(1, data)
     job = run(source, more, slot=1)
     assert job.n_prompt_cached > len(prompts[0]) and result(job) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_cache_counts_and_restores_the_drafter_too(pair, prompts, kind):
+    e = engine(pair, kind)
+    first = run(e, prompts[0])
+    e.prompt_cache = PromptCache(-1)
+    run(e, prompts[1])
+    (entry,) = e.prompt_cache.entries
+    target, drafter = entry.state["cache"], host_copy(entry.state["drafter"])[1]
+    points = host_copy(entry.state["checkpoints"])[1]
+    assert drafter > 0 and entry.n_bytes == target.n_bytes + drafter + points
+    again = run(e, [*prompts[0], *first.generated])
+    cold = run(engine(pair, kind), [*prompts[0], *first.generated], cache_prompt=False)
+    assert again.n_prompt_cached > len(prompts[0]) and result(again)[0] == result(cold)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
