@@ -13,7 +13,9 @@ from itertools import combinations
 from math import inf
 from typing import Any
 
-from .worth import Worth
+import numpy as np
+
+from .worth import Worth, counts
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ MOST_SAVED = 2.0  # in plain steps: what probes may have to spend
 HOPE = 0.85  # the chance of every drafted token that a probe is chosen for
 PLAIN = 0.98  # without drafts nothing is learned about them: plain steps must promise this much more
 STAY = 1.01  # another length must promise this much more
+FIRST_N = 3  # the first width that is timed beside plain steps
 FIRST_TRIES = 4  # of a drafter that has nothing to say at first
 MEMBER_EVERY = 32  # steps between two tries of a drafter that is not in use
 SPEAKS_PRIOR = 0.8  # chance that a drafter has a draft, before it was asked
@@ -70,7 +73,12 @@ class Costs:
         line = self._line(batch, members)
         if len(line) > 1:
             return _on_line(line, n)
-        return self._like(batch, members, n)
+        like = self._like(batch, members, n)
+        if like < inf or members & (members - 1) == 0:
+            return like
+        # several drafters that were never asked together: what each adds to a plain step
+        plain, each = self.of(batch, 0, 0), [1 << m for m in range(members.bit_length()) if members >> m & 1]
+        return plain + sum(self.of(batch, one, n) - plain for one in each) if plain < inf else inf
 
     def _line(self, batch: int, members: int) -> dict[int, float]:
         """Measured widths of one batch size and set of drafters, the plain step included."""
@@ -99,37 +107,6 @@ def _on_line(line: dict[int, float], n: int) -> float:
     low, high = widths[above - 1], widths[above]
     value = line[low] + (line[high] - line[low]) * (n - low) / (high - low)
     return max(value, line[high]) if n > high else value
-
-
-@dataclass
-class Stream:
-    """What is known of one job's text with each drafter."""
-
-    worth: list[Worth]
-    speaks: list[float]  # chance that the drafter has a draft when asked
-
-    def tokens(self, members: Sequence[int], n: int) -> float:
-        """Mean tokens of a step of width n when `members` are asked in this order until one has a draft."""
-        total, silent = 0.0, 1.0
-        for m in members:
-            total += silent * self.speaks[m] * self.worth[m].tokens(n)
-            silent *= 1.0 - self.speaks[m]
-        return total + silent
-
-    def silence(self, members: Sequence[int]) -> float:
-        """Chance that none of them has a draft."""
-        chance = 1.0
-        for m in members:
-            chance *= 1.0 - self.speaks[m]
-        return chance
-
-    def record(self, members: Sequence[int], source: int, n_drafted: int, n_accepted: int) -> None:
-        for m in members:
-            spoke = n_drafted > 0 and m == source
-            self.speaks[m] += (1.0 - FORGET_SPEAKS) * (spoke - self.speaks[m])
-            if spoke:
-                self.worth[m].record(n_drafted, n_accepted)
-                break
 
 
 @dataclass(frozen=True)
@@ -163,8 +140,10 @@ class Adaptive:
         top = max(self.n_max)
         self.widths = sorted({n for n in LENGTHS if n < top and (n == 0 or n >= n_min)} | {0, top})
         self.costs = Costs()
-        self.pool = [Worth.fresh(n) for n in self.n_max]  # over all streams: what a new one is expected to be like
-        self.streams: dict[int, Stream] = {}
+        self.jobs: list[int] = []  # the streams of the last step
+        self.worth = Worth.fresh(0, len(self.n_max), top)
+        self.speaks = np.zeros((0, len(self.n_max)))  # chance that a drafter has a draft when asked, per stream
+        self.pool = Worth.fresh(1, len(self.n_max), top)  # over all streams: what a new one is expected to be like
         self.credit = 0.0  # in plain steps: for steps that look worth it
         self._is_started = False  # the first credit follows from what drafts cost
         self.saved = 0.0  # in plain steps: for probes
@@ -180,7 +159,7 @@ class Adaptive:
 
     def choose(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
         """Lengths for the next step of `jobs`, job b at most most[b] (its own limit)."""
-        self.streams = {job: self.streams.get(job) or self._new_stream() for job in jobs}
+        self._follow(jobs)
         self.n_steps += 1
         choice = self._choose(jobs, most)
         self.choice = choice
@@ -207,21 +186,31 @@ class Adaptive:
             return self._other_member(jobs, most, best)
         return best
 
-    def _new_stream(self) -> Stream:
-        return Stream([Worth.like(pool) for pool in self.pool], [SPEAKS_PRIOR] * len(self.pool))
+    def _follow(self, jobs: Sequence[int]) -> None:
+        """Keep what is known of these jobs, in this order; new ones begin like those before them."""
+        jobs = list(jobs)
+        if jobs == self.jobs:
+            return
+        known = {job: row for row, job in enumerate(self.jobs)}
+        n_new = sum(job not in known for job in jobs)
+        fresh = iter(range(len(self.jobs), len(self.jobs) + n_new))
+        rows = [known[job] if job in known else next(fresh) for job in jobs]
+        self.worth = self.worth.joined(self.pool.take([0] * n_new).softened()).take(rows)
+        self.speaks = np.concatenate([self.speaks, np.full((n_new, len(self.n_max)), SPEAKS_PRIOR)])[rows]
+        self.jobs = jobs
 
     def _loss(self, batch: int, choice: Choice, base: float) -> float:
         """In plain steps: what the step costs too much if no draft is right."""
         return self.costs.of(batch, _key(choice.asked), choice.n) / base - 1.0
 
     def _unmeasured(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
-        """Before anything is known: a plain step and one of full width with each drafter, twice."""
+        """Before anything is known: plain steps and short drafts of each drafter."""
         costs, batch = self.costs, len(jobs)
         if not costs.ms or (len({b for b, _, _ in costs.ms}) == 1 and (batch, 0, 0) in costs.n_seen):
             if not costs.known(batch, 0, 0):
                 return Choice.plain(batch)
             for m in range(len(self.n_max)):
-                n = max(n for n in self.widths if n <= min(self.n_max[m], max(most), AUTO_N_MAX) or n == 0)
+                n = max(n for n in self.widths if n <= min(self.n_max[m], max(most), FIRST_N) or n == 0)
                 tries = sum(seen for (b, key, _), seen in costs.n_seen.items() if b == batch and key == _key((m,)))
                 if n and tries < 2 and self._asked.get(m, 0) < FIRST_TRIES:
                     self._asked[m] = self._asked.get(m, 0) + 1
@@ -233,33 +222,38 @@ class Adaptive:
 
     def _best(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
         """The width and drafters with the most expected tokens a millisecond, of those whose failure can be paid."""
-        batch, streams = len(jobs), [self.streams[job] for job in jobs]
-        best = Choice.plain(batch)
-        best_rate = PLAIN * batch / self.costs.of(batch, 0, 0)
+        batch, base = len(jobs), self.costs.of(len(jobs), 0, 0)
+        best, best_rate = Choice.plain(batch), PLAIN * batch / base
         now = self.choice.n if self.choice is not None and not self.choice.is_probe else -1
-        base, budget = self.costs.of(batch, 0, 0), max(self.credit, self.saved)
-        for n in self.widths[1:]:
-            if n > max(most):
-                break
-            for subset in self.subsets:
+        budget, limits = max(self.credit, self.saved), np.asarray(most)
+        expected = {subset: self._expected(subset) for subset in self.subsets}
+        for subset in self.subsets:
+            inner = [s for s in self.subsets if set(s) <= set(subset)]
+            for n in self.widths[1:]:
                 cost = self.costs.of(batch, _key(subset), n)
-                if cost / base - 1.0 > budget:
-                    continue
-                allowed, total, silent = [], 0.0, 1.0
-                for stream, limit in zip(streams, most):
-                    found, tokens = _best_order(stream, subset, min(n, limit))
-                    allowed.append(found)
-                    total += tokens
-                    silent *= stream.silence(found)
+                if n > limits.max() or cost / base - 1.0 > budget:
+                    break
+                tokens = np.stack([expected[s][0][np.arange(batch), np.minimum(n, limits)] for s in inner])
+                which = tokens.argmax(axis=0)
                 if self.can_be_silent:
-                    cost += silent * (base - cost)
-                rate = total / cost
-                if n == now:
-                    rate *= STAY
+                    silences = np.stack([expected[s][1] for s in inner])[which, np.arange(batch)]
+                    cost += silences.prod() * (base - cost)
+                rate = tokens.max(axis=0).sum() / cost * (STAY if n == now else 1.0)
                 if rate > best_rate:
-                    best = Choice(n, [min(n, limit) for limit in most], allowed)
+                    best = Choice(n, [min(n, limit) for limit in most], [inner[i] for i in which])
                     best_rate = rate
         return best
+
+    def _expected(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Of every stream, when `members` are asked in this order until one has a draft: mean tokens of a step
+        [streams, 1 + positions], and the chance that none has [streams]."""
+        tokens = self.worth.tokens()
+        silent = np.ones(len(self.jobs))
+        total = np.zeros(tokens.shape[::2])
+        for m in members:
+            total += (silent * self.speaks[:, m])[:, None] * tokens[:, m]
+            silent = silent * (1.0 - self.speaks[:, m])
+        return total + silent[:, None], silent
 
     def _probe(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
         """A look at what drafting would give, with each drafter in turn: the width that, if drafts were good, would
@@ -296,12 +290,8 @@ class Adaptive:
         width, asked = (0, 0) if is_silent else (choice.n, _key(choice.asked))
         if ms is not None:
             self.costs.record(batch, asked, width, ms)
-        for job, members, source, drafted, accepted in zip(jobs, choice.members, sources, n_drafted, n_accepted):
-            if choice.n == 0 or job not in self.streams:
-                continue
-            self.streams[job].record(members, source, drafted, accepted)
-            if drafted:
-                self.pool[source].record(drafted, accepted)
+        if choice.n > 0:
+            self._learn(jobs, choice, n_drafted, n_accepted, sources)
         base, cost = self.costs.of(batch, 0, 0), self.costs.of(batch, asked, width)
         if inf in (base, cost):
             return
@@ -319,24 +309,43 @@ class Adaptive:
             self.credit += gain
         self.credit, self.saved = min(self.credit, MOST_CREDIT), min(self.saved, MOST_SAVED)
 
+    def _learn(self, jobs: Sequence[int], choice: Choice, n_drafted: Sequence[int], n_accepted: Sequence[int],
+               sources: Sequence[int]) -> None:
+        rows = {job: row for row, job in enumerate(self.jobs)}
+        present = [b for b, job in enumerate(jobs) if job in rows]  # others ended with the step
+        for b in present:
+            for m in choice.members[b]:
+                spoke, row = n_drafted[b] > 0 and m == sources[b], rows[jobs[b]]
+                self.speaks[row, m] += (1.0 - FORGET_SPEAKS) * (spoke - self.speaks[row, m])
+                if spoke:
+                    break
+        drafted = [b for b in present if n_drafted[b] > 0]
+        if not drafted:
+            return
+        by = np.array([sources[b] for b in drafted])
+        n_max = self.worth.right.shape[-1]
+        tried, right = counts([n_drafted[b] for b in drafted], [n_accepted[b] for b in drafted], n_max)
+        self.worth.record([rows[jobs[b]] for b in drafted], by, tried, right)
+        members_seen = np.unique(by)
+        summed = [np.stack([counted[by == m].sum(axis=0) for m in members_seen]) for counted in (tried, right)]
+        self.pool.record([0] * len(members_seen), members_seen, *summed)
+
     # -- what is shown -----------------------------------------------------------------------------------------
 
-    def shown(self, batch: int | None = None) -> str:
+    def shown(self, batch: int) -> str:
         """One line: for each length that was tried, expected tokens and milliseconds."""
-        batch = batch or len(self.streams)
         rows = self.table(batch)
         return ", ".join(f"{n}: {tokens:.2f} tokens / {ms:.2f} ms" for n, tokens, ms in rows) or "nothing measured yet"
 
     def table(self, batch: int | None = None) -> list[tuple[int, float, float]]:
         """(length, expected tokens a stream, milliseconds) of the widths measured at this number of streams."""
-        batch = batch or len(self.streams)
+        batch = batch or len(self.jobs)
         asked = self.choice.asked if self.choice is not None and self.choice.n else self.subsets[0]
-        out = []
-        for n in self.widths:
-            if self.streams and self.costs.known(batch, _key(asked), n):
-                tokens = sum(s.tokens(asked if n else (), n) for s in self.streams.values()) / len(self.streams)
-                out.append((n, tokens, self.costs.of(batch, _key(asked), n)))
-        return out
+        if not self.jobs:
+            return []
+        tokens = self._expected(asked)[0].mean(axis=0)
+        known = [n for n in self.widths if self.costs.known(batch, _key(asked), n)]
+        return [(n, float(tokens[n]), self.costs.of(batch, _key(asked), n)) for n in known]
 
 
 def adaptive_for(drafter: Any, n_min: int = 0) -> Adaptive:
@@ -348,12 +357,3 @@ def adaptive_for(drafter: Any, n_min: int = 0) -> Adaptive:
 def _key(members: Sequence[int]) -> int:
     """A set of drafters as bits; 0: a plain step."""
     return sum(1 << m for m in set(members))
-
-
-def _best_order(stream: Stream, subset: tuple[int, ...], n: int) -> tuple[tuple[int, ...], float]:
-    """Which of the drafters asked anyway this stream should use, and its expected tokens."""
-    if len(subset) == 1:
-        return subset, stream.tokens(subset, n)
-    choices = [s for size in range(1, len(subset) + 1) for s in combinations(subset, size)]
-    best = max(choices, key=lambda s: stream.tokens(s, n))
-    return best, stream.tokens(best, n)

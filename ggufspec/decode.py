@@ -103,8 +103,12 @@ class Decoder:
         """Drafters whose drafts the host sees: a step without any costs no more than a plain one."""
         return self.drafter is not None and not self.drafter.capturable
 
-    def step(self, slots: Sequence[Slot], limits: Sequence[int], n: int) -> Decoded:
-        """Decode once for `slots`, with a draft of n tokens of which at most limits[b] are verified for slot b."""
+    def step(self, slots: Sequence[Slot], limits: Sequence[int], n: int,
+             meanwhile: Callable[[], None] | None = None) -> Decoded:
+        """Decode once for `slots`, with a draft of n tokens of which at most limits[b] are verified for slot b.
+
+        `meanwhile` is called when the device has its work and the host would wait for it.
+        """
         n = n if self.drafter is not None else 0
         plan = self.chooser.plan(slots, n + 1)
         table = torch.tensor([[s.id, s.last, s.n_past, limit] for s, limit in zip(slots, limits)]).T.contiguous()
@@ -113,6 +117,8 @@ class Decoder:
             choices, summary, laps = self._captured(self.graphs, table, plan, uniforms, n)
         else:
             choices, summary, laps = self._staged(table, plan, uniforms, slots, n)
+        if meanwhile is not None:
+            meanwhile()
         host = summary.tolist()
         emitted = [row[: row[-2] + 1] for row in host]
         for slot, tokens, row in zip(slots, emitted, host):

@@ -138,6 +138,7 @@ class Engine:
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self._untold: Callable[[float | None], None] | None = None  # the last step's results, for the policy
         self._step_ms: float | None = None
+        self._prepared: tuple[list[int], list[int], Choice] | None = None  # jobs, limits and the choice for them
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()
         self._inbox = Inbox()
@@ -227,9 +228,7 @@ class Engine:
         inbox.emitted, inbox.step_ms = self._emitted, self._step_ms
         if self.link is not None:
             inbox = self.link.share(inbox)
-        if self._untold is not None:
-            self._untold(inbox.step_ms)
-            self._untold = None
+        self._step_ms = inbox.step_ms
         self._queue.extend(inbox.submitted)
         cancelled = set(inbox.cancelled)
         dropped = [job for job in self._queue if job.id in cancelled]
@@ -303,10 +302,10 @@ class Engine:
         limits = [min(n, self._room(slot)) for n, slot in zip(choice.lengths, running)]
         if not any(limits):
             choice = Choice.plain(len(running))
-        decoded = self.decoder.step(running, limits, choice.n)
+        decoded = self.decoder.step(running, limits, choice.n, self._prepare if self.policy is not None else None)
         ms = 1000 * (time.perf_counter() - start)
         self._account(running, decoded, ms)
-        self._prepare_report(running, choice, decoded, ms if is_alone else None)
+        self._keep_report(running, choice, decoded, ms if is_alone else None)
         if self.link is not None:
             self._emitted = hash(tuple(map(tuple, decoded.emitted)))
         events: list[Event] = []
@@ -321,12 +320,24 @@ class Engine:
         most = [self._draft_length(slot) for slot in running]
         if self.policy is None:
             return Choice(max(most), most, [()] * len(most))
-        choice = self.policy.choose([slot.job.id for slot in running if slot.job is not None], most)
+        jobs = [slot.job.id for slot in running if slot.job is not None]
+        if self._prepared is None or self._prepared[:2] != (jobs, most):
+            self._prepared = jobs, most, self.policy.choose(jobs, most)
+        choice = self._prepared[2]
         if isinstance(self.drafter, Chain):
             self.drafter.allowed = choice.members
         return choice
 
-    def _prepare_report(self, running: list[Slot], choice: Choice, decoded: Decoded, ms: float | None) -> None:
+    def _prepare(self) -> None:
+        """While the device works: tell the policy of the step before this one and ask it for the next."""
+        assert self.policy is not None and self._prepared is not None
+        if self._untold is not None:
+            self._untold(self._step_ms)
+            self._untold = None
+        jobs, most, _ = self._prepared
+        self._prepared = jobs, most, self.policy.choose(jobs, most)
+
+    def _keep_report(self, running: list[Slot], choice: Choice, decoded: Decoded, ms: float | None) -> None:
         """Keep what the policy is told once all ranks know the time the step took."""
         self._step_ms = ms
         if self.policy is None:

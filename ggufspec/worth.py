@@ -1,103 +1,92 @@
-"""What drafts of one drafter are worth on one text: running acceptance by position, as expected tokens a step."""
+"""What drafts are worth: running acceptance by position, for many streams at once, as expected tokens a step.
+
+Estimates with short and long memories are mixed by how well each has predicted lately: long ones are accurate while a
+text stays the same, short ones follow when it changes. Arrays are [streams, drafters, memories, positions].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import exp, log
 
-MEMORIES = (0.6, 0.8, 0.93, 0.985)  # weight of the past at every step: 2.5 to 70 steps are remembered
+import numpy as np
+
+MEMORIES = np.array([0.6, 0.8, 0.93, 0.985])  # weight of the past at every step: 2.5 to 70 steps are remembered
 FORGET_PREDICTIONS = 0.93
 FAVOUR = 1.5  # log-odds by which each memory is preferred to the next shorter one: texts seldom change
-PRIOR, PRIOR_TRIES = 0.6, 0.3  # chance of a first drafted token before anything is known, and how many tries it counts
+PRIOR, PRIOR_TRIES = 0.6, 0.3  # chance of a first drafted token before anything is known; how many tries it counts as
 LIKE_TRIES = 1.0  # how many tries a position counts as that says: like the one before it
 LEAST_CHANCE = 0.02
+NEW_TRIES = 2.0  # how many tries a new stream takes over from those before it
+
+Array = np.ndarray
 
 
-@dataclass
-class Memory:
-    """Discounted counts at one speed of forgetting."""
+class Worth:
+    """Counts of some streams with some drafters, and what follows from them."""
 
-    keep: float
-    right: list[float]
-    tried: list[float]
-    score: float = 0.0  # discounted log-likelihood of the outcomes it predicted
+    def __init__(self, right: Array, tried: Array, score: Array):
+        self.right, self.tried = right, tried  # discounted counts
+        self.score = score  # [S, M, K] discounted log-likelihood of the outcomes that each memory predicted
+        self._chances: Array | None = None
+        self._tokens: Array | None = None
 
-    def chances(self) -> list[float]:
+    @classmethod
+    def fresh(cls, n_streams: int, n_drafters: int, n_max: int) -> Worth:
+        shape = (n_streams, n_drafters, len(MEMORIES))
+        return cls(np.zeros((*shape, n_max)), np.zeros((*shape, n_max)), np.zeros(shape))
+
+    def take(self, rows: Sequence[int]) -> Worth:
+        """Some of the streams, in a new order."""
+        index = list(rows)
+        return Worth(self.right[index], self.tried[index], self.score[index])
+
+    def softened(self) -> Worth:
+        """Streams of which little is known, but that little says the same: the start of new ones."""
+        keep = np.minimum(1.0, NEW_TRIES / np.maximum(self.tried, NEW_TRIES))
+        return Worth(self.right * keep, self.tried * keep, np.zeros_like(self.score))
+
+    def joined(self, other: Worth) -> Worth:
+        pairs = ((self.right, other.right), (self.tried, other.tried), (self.score, other.score))
+        return Worth(*(np.concatenate(pair) for pair in pairs))
+
+    def chances(self) -> Array:
         """The chance of each position to be right, given that those before it were.
 
         A position that was hardly tried is taken to be like the one before it.
         """
-        out, before, weight = [], PRIOR, PRIOR_TRIES
-        for right, tried in zip(self.right, self.tried):
-            before = (right + weight * before) / (tried + weight)
-            out.append(before)
-            weight = LIKE_TRIES
-        return out
+        if self._chances is None:
+            out = np.empty_like(self.right)
+            before, weight = np.full(self.right.shape[:-1], PRIOR), PRIOR_TRIES
+            for i in range(self.right.shape[-1]):
+                before = (self.right[..., i] + weight * before) / (self.tried[..., i] + weight)
+                out[..., i] = before
+                weight = LIKE_TRIES
+            self._chances = out
+        return self._chances
 
-    def record(self, n_drafted: int, n_accepted: int) -> None:
-        chances = self.chances()
-        likely = 0.0
-        for i in range(min(n_accepted + 1, n_drafted)):
-            p = min(max(chances[i], LEAST_CHANCE), 1.0 - LEAST_CHANCE)
-            likely += log(p) if i < n_accepted else log(1.0 - p)
-        self.score = FORGET_PREDICTIONS * self.score + likely
-        for i in range(len(self.right)):
-            self.right[i] *= self.keep
-            self.tried[i] *= self.keep
-            if i < min(n_accepted + 1, n_drafted):
-                self.tried[i] += 1.0
-                self.right[i] += i < n_accepted
+    def record(self, streams: Sequence[int], drafters: Sequence[int] | Array, tried: Array, right: Array) -> None:
+        """Outcomes of a step: counts [n, positions] for n different pairs of stream and drafter."""
+        rows = np.asarray(streams), np.asarray(drafters)
+        p = np.clip(self.chances()[rows], LEAST_CHANCE, 1.0 - LEAST_CHANCE)  # [n, K, N]
+        likely = right[:, None] * np.log(p) + (tried - right)[:, None] * np.log(1.0 - p)
+        self.score[rows] = FORGET_PREDICTIONS * self.score[rows] + likely.sum(axis=-1)
+        self.right[rows] = MEMORIES[:, None] * self.right[rows] + right[:, None]
+        self.tried[rows] = MEMORIES[:, None] * self.tried[rows] + tried[:, None]
+        self._chances = self._tokens = None
 
-
-@dataclass
-class Worth:
-    """Estimates with short and long memories, mixed by how well each has predicted lately.
-
-    Long ones are accurate while a text stays the same, short ones follow when it changes.
-    """
-
-    memories: list[Memory]
-    _tokens: list[float] = field(default_factory=list)  # by length, until the next record
-
-    @classmethod
-    def fresh(cls, n_max: int) -> Worth:
-        return cls([Memory(keep, [0.0] * n_max, [0.0] * n_max) for keep in MEMORIES])
-
-    @classmethod
-    def like(cls, other: Worth, tries: float = 2.0) -> Worth:
-        """A new text, expected to be like the texts before it; soon its own counts weigh more."""
-        made = []
-        for memory in other.memories:
-            weights = [tries / t if t > tries else 1.0 for t in memory.tried]
-            made.append(Memory(memory.keep, [r * w for r, w in zip(memory.right, weights)],
-                               [t * w for t, w in zip(memory.tried, weights)]))
-        return cls(made)
-
-    def record(self, n_drafted: int, n_accepted: int) -> None:
-        """A verified draft of which the first n_accepted tokens were right."""
-        n_max = len(self.memories[0].right)
-        for memory in self.memories:
-            memory.record(min(n_drafted, n_max), min(n_accepted, n_max))
-        self._tokens = []
-
-    def tokens(self, n: int) -> float:
-        """Mean number of tokens that a step with n drafted ones emits."""
-        if not self._tokens:
-            self._tokens = self._mixed()
-        return self._tokens[min(n, len(self._tokens) - 1)]
-
-    def _mixed(self) -> list[float]:
-        scores = [memory.score + FAVOUR * k for k, memory in enumerate(self.memories)]
-        weights = [exp(score - max(scores)) for score in scores]
-        sums = [_cumulated(memory.chances()) for memory in self.memories]
-        return [sum(w * s[n] for w, s in zip(weights, sums)) / sum(weights) for n in range(len(sums[0]))]
+    def tokens(self) -> Array:
+        """[streams, drafters, 1 + positions]: mean tokens of a step with 0, 1, 2, ... drafted ones."""
+        if self._tokens is None:
+            score = self.score + FAVOUR * np.arange(len(MEMORIES))
+            weight = np.exp(score - score.max(axis=-1, keepdims=True))
+            weight /= weight.sum(axis=-1, keepdims=True)
+            drafted = (weight[..., None] * np.cumprod(self.chances(), axis=-1)).sum(axis=-2).cumsum(axis=-1)
+            self._tokens = 1.0 + np.concatenate([np.zeros((*drafted.shape[:-1], 1)), drafted], axis=-1)
+        return self._tokens
 
 
-def _cumulated(chances: Sequence[float]) -> list[float]:
-    """1, 1 + p1, 1 + p1 + p1 p2, ..."""
-    out, chance = [1.0], 1.0
-    for p in chances:
-        chance *= p
-        out.append(out[-1] + chance)
-    return out
+def counts(n_drafted: Sequence[int], n_accepted: Sequence[int], n_max: int) -> tuple[Array, Array]:
+    """(tried, right) [n, n_max] of verified drafts: the accepted tokens and the first that was not were tried."""
+    drafted, accepted = np.asarray(n_drafted)[:, None], np.asarray(n_accepted)[:, None]
+    position = np.arange(n_max)
+    return (position < np.minimum(accepted + 1, drafted)).astype(float), (position < accepted).astype(float)
