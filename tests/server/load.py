@@ -174,10 +174,12 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--spec-type", default="draft-mtp")
+    parser.add_argument("--n-max", default="3")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--cache-ram", type=int, default=16)
     options = parser.parse_args()
     argv = ("-np", str(options.slots), "-c", str(256 * options.slots), "--spec-type", options.spec_type)
+    argv += ("--spec-draft-n-max", str(options.n_max))
     with Process(*argv, "--cache-ram", str(options.cache_ram)) as server:
         start = time.monotonic()
         report = run(server.address, server.process.pid, options.seconds, options.streams, options.tokens)

@@ -29,8 +29,8 @@ def page():
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,900", "--no-proxy-server"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    argv = ("-c", "2048", "-np", "2", "--alias", "tiny", "--spec-type", "draft-mtp", "--device", "none")
-    with serve_model(*argv) as http:
+    argv = ("-c", "2048", "-np", "2", "--alias", "tiny", "--device", "none")
+    with serve_model(*argv, "--spec-type", "draft-mtp", "--spec-draft-n-max", "3") as http:
         driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
         driver.implicitly_wait(5)
         try:

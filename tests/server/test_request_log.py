@@ -15,7 +15,7 @@ def done(n_tokens, draft_n=0, accepted=0):
 
 
 def test_lines(caplog):
-    engine = SimpleNamespace(drafter=SimpleNamespace(name="draft-mtp"))
+    engine = SimpleNamespace(drafter=SimpleNamespace(name="draft-mtp"), policy=None)
     with caplog.at_level(logging.INFO, "ggufspec.server"):
         RequestLog().after_step(engine, [done(10, 12, 6), Event(done(1).job, "text")])
     assert [r.message.split(":")[0] for r in caplog.records][0] == "request 3 on slot 1"
@@ -23,7 +23,7 @@ def test_lines(caplog):
 
 
 def test_a_silent_drafter_is_reported_once(caplog):
-    engine = SimpleNamespace(drafter=SimpleNamespace(name="draft-mtp"))
+    engine = SimpleNamespace(drafter=SimpleNamespace(name="draft-mtp"), policy=None)
     log = RequestLog()
     for n in (40, 10, 14, 60):
         log.after_step(engine, [done(n)])
@@ -34,7 +34,7 @@ def test_a_silent_drafter_is_reported_once(caplog):
 def test_no_warning_without_cause(caplog):
     log = RequestLog()
     log.after_step(SimpleNamespace(drafter=None), [done(500)])
-    engine = SimpleNamespace(drafter=SimpleNamespace(name="draft-mtp"))
+    engine = SimpleNamespace(drafter=SimpleNamespace(name="draft-mtp"), policy=None)
     for _ in range(4):
         log.after_step(engine, [done(40), done(40, 3, 1)])
     assert not [r for r in caplog.records if r.levelno == logging.WARNING]

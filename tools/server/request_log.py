@@ -35,8 +35,12 @@ class RequestLog:
         self.n_undrafted = 0 if job.stats.draft_n > 0 else self.n_undrafted + job.stats.predicted_n
         if self.n_undrafted >= ENOUGH:
             self.warned = True
+            why = "" if engine.policy is None else ": drafting has not paid here, --spec-draft-n-max N would insist"
             log.warning(
-                "speculation is on (%s), but the last %d tokens had no draft", engine.drafter.name, self.n_undrafted
+                "speculation is on (%s), but the last %d tokens had no draft%s",
+                engine.drafter.name,
+                self.n_undrafted,
+                why,
             )
 
 
