@@ -96,6 +96,8 @@ def complete(runtime: Runtime, request: Request, screen: Screen, load_ms: float)
     with Interrupt() as interrupt:
         events = runtime.engine.generate(replace(request, prompt=ids))
         for event in events:
+            if event.kind == "error":
+                continue  # raised next
             if job is None:  # the request is good: nothing is printed before that is known
                 screen.prompt(shown)
             job = event.job

@@ -25,6 +25,18 @@ class _Format(logging.Formatter):
         return f"{color}{line}\x1b[0m" if color else line
 
 
+class _File(logging.FileHandler):
+    """A file that can't be written any more is told once, and no longer written; the program goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        logging.getLogger("ggufspec").removeHandler(self)
+        print(f"warn: --log-file {self.baseFilename}: {error.strerror}; the log ends here", file=sys.stderr)
+
+
 def setup(settings: CommonSettings) -> None:
     """Install the handlers of the package's logger; calling again replaces them. OSError for a bad --log-file."""
     logger = logging.getLogger("ggufspec")
@@ -38,7 +50,7 @@ def setup(settings: CommonSettings) -> None:
     colors = settings.log_colors == "on" or (settings.log_colors == "auto" and sys.stderr.isatty())
     handlers: list[tuple[logging.Handler, bool]] = [(logging.StreamHandler(), colors)]
     if settings.log_file:
-        handlers.append((logging.FileHandler(settings.log_file), False))
+        handlers.append((_File(settings.log_file), False))
     for handler, colored in handlers:
         handler.setFormatter(_Format(settings.log_prefix, settings.log_timestamps, colored))
         logger.addHandler(handler)

@@ -113,6 +113,18 @@ def test_no_tokens_asked_for_are_no_tokens(cli):
     assert cli("-p", "Hello", "-n", "0", "--no-display-prompt")[1] == "\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_log_file_is_told_once(cli):
+    status, out, err = cli("-p", "x", "-n", "3", "--spec-draft-n-max", "0", "--spec-type", "draft-mtp", "--log-file", "/dev/full")
+    assert status == 0 and out.startswith("x") and "Traceback" not in err
+    assert err.count("--log-file /dev/full: No space left on device; the log ends here") == 1
+
+
+def test_a_context_below_nothing(capsys, monkeypatch, path):
+    status, _, err = ggufspec(capsys, monkeypatch, "cli", "-m", path, "-p", "x", "-c", "-7")
+    assert (status, err) == (1, "error: --ctx-size: invalid value -7; expected 0 or more\n")
+
+
 def test_what_has_no_effect_says_so(cli):
     status, out, err = cli("-p", "x", "-n", "1", "-ngl", "99", "-c", "100000", "-dev", "none")
     assert status == 0 and "no usable GPU found" not in err  # none was asked for
@@ -146,7 +158,6 @@ def test_generation_ends_where_the_context_does(cli):
         (["-p", "x", "--context-shift"], "--context-shift is not supported"),
         (["-p", "x", "-b", "0"], "--batch-size: invalid value 0; expected 1 or more"),
         (["-p", "x", "-ub", "-1"], "--ubatch-size: invalid value -1; expected 0 or more"),
-        (["-p", "x", "-c", "-7"], "--ctx-size: invalid value -7; expected 0 or more"),
         (["--chat-template-file", "/nonexistent"], "--chat-template-file /nonexistent: No such file or directory"),
         (["--hlep"], "did you mean --help?"),
     ],
