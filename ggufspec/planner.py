@@ -22,7 +22,7 @@ from .drafters.dflash import DFlash, load_backbone
 from .drafters.dflash_config import read_dflash_config
 from .drafters.load import row_limit
 from .drafters.mtp import Mtp
-from .drafters.recognize import check_pair, check_type, infer_types
+from .drafters.recognize import check_pair, check_type, file_for, infer_types
 from .drafters.small_model import SmallModel
 from .errors import PlacementError
 from .kernels.kv import CELL_CHUNK
@@ -223,7 +223,7 @@ def state_bytes(layer: RecurrentLayer) -> int:
 def check(q: Question) -> None:
     """Whether the drafter's file and types fit the target; ConfigError or UnsupportedError if not."""
     for name in q.drafter_types:
-        check_type(name, q.draft_file, q.file)
+        check_type(name, file_for(name, q.draft_file), q.file)
     if q.draft_file is not None and any(name.startswith("draft-") for name in q.drafter_types):
         check_pair(q.draft_file, q.file)
 
@@ -271,7 +271,7 @@ def _measure_one(q: Question, placement: Placement, shard: Shard) -> Part:
 
 def _measure_drafter(q: Question, name: str, part: Part, target_weights: SizeWeights) -> None:
     device = q.draft_device or part.output
-    file = q.draft_file
+    file = file_for(name, q.draft_file)
     sizes: dict[str, Any] = dict(
         n_slots=q.n_slots, type_k=q.draft_type_k, type_v=q.draft_type_v, max_rows=row_limit(part.model)
     )

@@ -20,7 +20,7 @@ from .ngram_cache import NgramCache
 from .ngram_map import NgramMap
 from .ngram_mod import NgramMod
 from .ngram_simple import NgramSimple
-from .recognize import check_pair, check_type, infer_types
+from .recognize import check_pair, check_type, file_for, infer_types
 from .small_model import SmallModel
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def load_drafter(
         )
     has_model = [name for name in types if name.startswith("draft-")]
     for name in types:
-        check_type(name, draft_file, target_file)
+        check_type(name, file_for(name, draft_file), target_file)
     if draft_file is not None and has_model:
         check_pair(draft_file, target_file, can_tap=target.can_tap)
     elif draft_file is not None and types:
@@ -111,7 +111,8 @@ def load_drafter(
         if name.startswith("ngram"):
             drafter: Drafter = make_ngram(name, spec, n_slots, n_ctx)
         elif name == "draft-mtp":
-            drafter = _load_mtp(draft_file, target_file, target, spec.draft, device, target_weights, progress, sizes)
+            own_file = file_for(name, draft_file)
+            drafter = _load_mtp(own_file, target_file, target, spec.draft, device, target_weights, progress, sizes)
         elif name == "draft-simple":
             assert draft_file is not None
             drafter = _load_small_model(draft_file, spec.draft, device, progress, sizes)

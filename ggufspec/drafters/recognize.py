@@ -77,6 +77,13 @@ def infer_types(draft: GGUFFile | None) -> tuple[str, ...]:
     return ("draft-mtp",) if mtp_block(draft) is not None else ()
 
 
+def file_for(spec_type: str, draft: GGUFFile | None) -> GGUFFile | None:
+    """The file a drafter comes from; None: the target's. Beside a `dflash` file MTP means the target's own block."""
+    if spec_type == "draft-mtp" and draft is not None and draft.architecture == "dflash":
+        return None
+    return draft
+
+
 def check_type(spec_type: str, draft: GGUFFile | None, target: GGUFFile) -> None:
     """Whether the files can serve a `--spec-type`; ConfigError says what the file is instead."""
     if spec_type in NEEDS_FILE and draft is None:
