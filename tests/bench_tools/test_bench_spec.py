@@ -124,7 +124,7 @@ def test_summary_of_known_runs():
 @pytest.mark.slow
 def test_measure_every_combination(bench, folder):
     choices = [parse_drafter("mtp"), parse_drafter(f"dspark={folder / 'ds.gguf'},synth-len=2.5")]
-    plan = Plan(choices, [2, 4], [1.0], [1, 3], {"a": PROMPTS[:2], "b": PROMPTS[2:]}, 5, 1, GREEDY, True)
+    plan = Plan(choices, [2, 4], [1.0], [1, 3], {"a": PROMPTS[:2], "b": PROMPTS[2:]}, 4, 1, GREEDY, True)
     kept = []
     results = measure(bench, plan, show_progress=False, on_drafter=lambda r: kept.append(len(r.cells)))
     key = [(c.drafter, c.n_max, c.temperature, c.n_streams, c.workload) for c in results.cells]
@@ -139,12 +139,11 @@ def test_measure_every_combination(bench, folder):
         assert cell.n_runs == {"a": 1 if cell.n_streams > 1 else 2, "b": 1}.get(cell.workload, cell.n_runs)
 
 
-@pytest.mark.slow
 def test_the_command_writes_table_json_and_page(folder, tmp_path):
     out = CliRunner().invoke(
         command,
         ["spec", "-m", str(folder / "t.gguf"), "--drafter", "mtp,n=2", "--drafter", f"{folder / 'ds.gguf'},n=3", "-n",
-         "8", "-r", "1", "--n-prompts", "1", "-np", "1,2", "--workload", "code,chat", "--split", "-c", "512",
+         "5", "-r", "1", "--n-prompts", "1", "-np", "1,2", "--workload", "code,chat", "--split", "-c", "512",
          "--json", str(tmp_path / "o.json"), "--html", str(tmp_path / "o.html")],
         standalone_mode=False, catch_exceptions=False,
     )  # fmt: skip

@@ -73,20 +73,19 @@ def test_a_binary_that_fails_shows_its_log(tmp_path):
 
 
 @pytest.mark.peer
-@pytest.mark.slow
 def test_the_bundled_family_says_and_accepts_the_same(tmp_path):
     """Tokens equal, acceptance within 2 points, for MTP, DSpark and DFlash2; the table and the JSON say so."""
     out = compare(
-        "--drafter", "mtp,n=2", "--drafter", "dspark", "--drafter", "dflash2", "-n", "24", "--n-prompts", "1",
-        "--workload", "code,json", "--json", str(tmp_path / "o.json"),
+        "--drafter", "mtp,n=2", "--drafter", "dspark", "--drafter", "dflash2", "-n", "20", "--n-prompts", "1",
+        "--workload", "json", "--json", str(tmp_path / "o.json"),
     )  # fmt: skip
     assert out.return_value == 0, out.stdout
-    assert "all 2 prompts are the same tokens on both sides" in out.stdout
+    assert "all 1 prompts are the same tokens on both sides" in out.stdout
     assert re.search(r"tiny-target\.gguf is compared as F16", out.stdout)
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
     assert [r["name"] for r in rows] == ["plain", "mtp", "dspark", "dflash2"]
     for r in rows:
-        assert r["n_equal"] == r["n_prompts"] == 2
+        assert r["n_equal"] == r["n_prompts"] == 1
         assert abs(r["points"]) <= 2 and (r["accepted"][1] > 0) == (r["name"] != "plain")
 
 
