@@ -115,7 +115,8 @@ def test_no_tokens_asked_for_are_no_tokens(cli):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_log_file_is_told_once(cli):
-    status, out, err = cli("-p", "x", "-n", "3", "--spec-draft-n-max", "0", "--spec-type", "draft-mtp", "--log-file", "/dev/full")
+    warns = ("--spec-type", "draft-mtp", "--spec-draft-n-max", "0")
+    status, out, err = cli("-p", "x", "-n", "3", *warns, "--log-file", "/dev/full")
     assert status == 0 and out.startswith("x") and "Traceback" not in err
     assert err.count("--log-file /dev/full: No space left on device; the log ends here") == 1
 
