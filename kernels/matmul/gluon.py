@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from ggufspec.kernels.matmul.dialect import barrier, copy_async, reinterpret
 from ggufspec.kernels.matmul.fragments import (
     copy_layout,
     decode_scales,
@@ -46,7 +47,7 @@ def fetch(copies, stage, tile, block, live, rows, S):
     for k in gl.static_range(len(copies)):
         shared, ptrs, kw = copies[k]
         offset = (block * rows + tile * shared.shape[2]) * shared.shape[3]
-        async_copy.async_copy_global_to_shared(shared.index(stage), ptrs + offset, mask=(kw + block < S) & live)
+        copy_async(shared.index(stage), ptrs + offset, mask=(kw + block < S) & live)
 
 
 @gluon.jit
@@ -155,7 +156,7 @@ def narrow(
         live = unit + (ST - 1) < stop
         fetch(copies, free, ahead_tile, ahead_block, live, rows, S)
         mask = inside & (kw_x + ahead_block < S) & live
-        async_copy.async_copy_global_to_shared(x_s.index(free), x_ptrs + ahead_block * 256, mask=mask)
+        copy_async(x_s.index(free), x_ptrs + ahead_block * 256, mask=mask)
         async_copy.commit_group()
         ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
         words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
@@ -169,7 +170,7 @@ def narrow(
             other = e_s.index(at).load(LC)
         else:
             other = own
-        x_tiles = x_s.index(at)._reinterpret(gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
+        x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
         scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
         for t in gl.static_range(8):
             b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
@@ -194,7 +195,7 @@ def narrow(
             factor = gl.load(x_scale + gl.minimum(token + n, T - 1)) * out_scale
             if n_parts > 1:
                 gl.store(slots + (program - first) * (M * N), y, mask=here, cache_modifier=".cg")
-                gl.thread_barrier()
+                barrier()
                 last = gl.atomic_add(arrived + place, 1) == n_parts - 1
                 if last:
                     gl.store(arrived + place, 0)
