@@ -136,9 +136,10 @@ def make_plan(file: GGUFFile, options: Options, *, dry_run: bool = False) -> Pla
 
 def _check(file: GGUFFile, tensors: list[TensorPlan], needy: list[str], options: Options, dry_run: bool) -> None:
     for t in tensors:
+        source = t.info.layout  # a type that nothing here knows is refused, also where it would only be copied
         if not t.is_converted:
             continue
-        source, target = t.info.layout, layouts.BY_NAME[t.target]  # an unknown source type is refused here
+        target = layouts.BY_NAME[t.target]
         if source.is_quantized and not options.allow_requantize and not dry_run:
             raise ConfigError(
                 f"{file.path}: tensor {t.info.name!r}: requantizing from type {shown_type(source.name)} is disabled; "

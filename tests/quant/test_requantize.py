@@ -20,7 +20,7 @@ from files import (
 )
 
 from ggufspec import bundled
-from ggufspec.errors import ConfigError, FileError
+from ggufspec.errors import ConfigError, FileError, UnsupportedError
 from ggufspec.gguf_file import open_gguf
 from ggufspec.gguf_write import Key
 from ggufspec.quant import layouts
@@ -51,6 +51,19 @@ def reference(x: np.ndarray, kind: str, qw: np.ndarray | None = None) -> bytes:
     if x.ndim == 3 and qw is not None:
         return b"".join(reference(part, kind, w) for part, w in zip(x, qw.reshape(len(x), -1)))
     return np.asarray(libgguf.quantize_rows(x.reshape(-1, x.shape[-1]), layout.id, qw)).tobytes()
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_an_unknown_type_is_refused_where_it_would_only_be_copied(tmp_path, dry_run):
+    raw = bytearray(make_file(tmp_path / "in.gguf").read_bytes())
+    name = next(name for name, x in weights().items() if x.ndim == 1)
+    at = raw.index(name.encode()) + len(name)
+    n_dims, type_id = raw[at], at + 4 + 8
+    assert n_dims == 1
+    raw[type_id] = 91
+    (tmp_path / "in.gguf").write_bytes(raw)
+    with pytest.raises(UnsupportedError, match=f"{name}.*type 91"):
+        requantize(tmp_path / "in.gguf", tmp_path / "out.gguf", dry_run=dry_run)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K_M", "Q5_K_S", "Q6_K", "Q8_0", "Q3_K_L", "Q2_K", "IQ4_XS", "Q5_1", "BF16"])
