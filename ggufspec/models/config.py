@@ -99,6 +99,10 @@ def read_config(file: GGUFFile) -> Config:
     first = max(heads) if heads else 0
     default_length = D // first if first else 0
     key_length = keys.integer("attention.key_length", default_length)
+    value_length = keys.integer("attention.value_length", default_length)
+    for key, value in (("head_count", first), ("key_length", key_length), ("value_length", value_length)):
+        if value < 1:
+            raise FileError(f"{file.path}: key {architecture}.attention.{key} is {value}; expected 1 or more")
     nextn = keys.integer("nextn_predict_layers", 0)
     if nextn >= n and nextn > 0:
         raise ConfigError(
@@ -119,7 +123,7 @@ def read_config(file: GGUFFile) -> Config:
         head_count=heads,
         head_count_kv=keys.integers("attention.head_count_kv", n) if keys.has("attention.head_count_kv") else heads,
         key_length=key_length,
-        value_length=keys.integer("attention.value_length", default_length),
+        value_length=value_length,
         layer_norm_rms_epsilon=keys.number("attention.layer_norm_rms_epsilon"),
         causal=keys.flag("attention.causal", True),
         rope=read_rope(keys, key_length),
@@ -141,8 +145,14 @@ def read_rope(keys: Keys, key_length: int) -> RopeSpec:
         raise FileError(
             f"{keys.file.path}: key {keys.architecture}.rope.dimension_sections has {len(sections)} entries; expected 4"
         )
+    n_rot = keys.integer("rope.dimension_count", key_length)
+    if n_rot % 2 or not 2 <= n_rot <= key_length:
+        raise FileError(
+            f"{keys.file.path}: key {keys.architecture}.rope.dimension_count is {n_rot}; "
+            f"expected an even number from 2 to the head size {key_length}"
+        )
     return RopeSpec(
-        n_rot=keys.integer("rope.dimension_count", key_length),
+        n_rot=n_rot,
         base=keys.number("rope.freq_base", 10000.0),
         freq_scale=1.0 if scaling == "none" or factor == 0.0 else 1.0 / factor,
         ext_factor=1.0 if scaling == "yarn" else 0.0,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache
-from ..errors import UnsupportedError
+from ..errors import FileError, UnsupportedError
 from ..kernels.attention import AttentionSpec, attend
 from ..kernels.kv import norm_rope_store
 from ..kernels.matmul import Activation, WeightGroup, matmul, prepare
@@ -119,8 +119,13 @@ class Projections:
 
 def heads_cut(weights: Weights, block: str, config: Config, layer: int, shard: Shard) -> Cut:
     """How an attention layer's key heads are cut: whole heads whose outputs fill whole blocks of Wo's columns."""
-    KV = config.head_count_kv[layer]
-    columns = config.head_count[layer] // KV * config.value_length
+    H, KV = config.head_count[layer], config.head_count_kv[layer]
+    if H < 1 or KV < 1 or H % KV:
+        raise FileError(
+            f"{weights.file.path}: block {layer} has {H} query heads ({config.architecture}.attention.head_count) and "
+            f"{KV} key heads (head_count_kv); expected a multiple of them"
+        )
+    columns = H // KV * config.value_length
     return Cut.of(shard, KV, unit_granularity(columns, weights.block_size(f"{block}.attn_output.weight")))
 
 

@@ -82,6 +82,11 @@ class GatedAttention:
     def load(cls, weights: Weights, name: str, config: Config, layer: int, device: torch.device,
              shard: Shard) -> GatedAttention:
         D, hd = config.embedding_length, config.key_length
+        if config.value_length != hd:
+            raise FileError(
+                f"{weights.file.path}: qwen35.attention.value_length is {config.value_length}, "
+                f"key_length is {hd}; expected the same"
+            )
         H, KV_ = config.head_count[layer], config.head_count_kv[layer]
         cut = heads_cut(weights, name, config, layer, shard)
         group = H // KV_  # query heads of a key head
