@@ -69,6 +69,7 @@ class Question:
     type_v: str = "f16"
     n_checkpoints: int = 32
     graphs: bool = True
+    n_widths: int = 2  # row counts of decode steps, each with its own graph a number of streams
 
     @property
     def is_tensor(self) -> bool:
@@ -194,7 +195,7 @@ class Planner:
         q, config = self.question, self.question.config
         states = sum(state_bytes(layer) for layer in part.model.cache_layers if isinstance(layer, RecurrentLayer))
         pool = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES
-        n_graphs = q.n_slots * (2 if part.drafters else 1)
+        n_graphs = q.n_slots * (q.n_widths if part.drafters else 1)
         return pool + n_graphs * GRAPH_BYTES + q.n_slots * states
 
     def largest(self, device: torch.device | None = None, most: int | None = None) -> int:

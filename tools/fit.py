@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+AUTO_WIDTHS = 5  # draft lengths that `auto` comes to use
 GIB, MIB = 1 << 30, 1 << 20
 
 
@@ -37,7 +38,7 @@ def question_of(settings: Settings, file: GGUFFile, config: Config, draft_file: 
         file, config, tuple(devices), tuple(memory), draft_file, spec.types, spec.draft, draft_device,
         spec.type_k, spec.type_v, model.split_mode, () if isinstance(model.tensor_split, str) else model.tensor_split,
         model.main_gpu, model.gpu_layers, n_slots, n_ubatch_of(context), context.type_k, context.type_v,
-        context.n_checkpoints, model.graphs,
+        context.n_checkpoints, model.graphs, 2 if isinstance(settings.speculative.n_max, int) else AUTO_WIDTHS,
     )
 
 

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ggufspec.job import Event
 
+TABLE_EVERY = 16  # steps between two looks at the numbers behind a draft length
 MS_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 
 
@@ -48,6 +49,15 @@ class Snapshot:
     verify_ms: float = 0.0
     sample_ms: float = 0.0
     decode_ms: float = 0.0
+    adaptive: Adaptive | None = None
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """What `--spec-draft-n-max auto` decided last, and by which numbers: (length, tokens a stream, milliseconds)."""
+
+    length: int
+    table: list[tuple[int, float, float]]
 
 
 class Metrics:
@@ -86,6 +96,7 @@ class Metrics:
             verify_ms=stats.verify_ms,
             sample_ms=stats.sample_ms,
             decode_ms=stats.decode_ms,
+            adaptive=adaptive_state(getattr(engine, "policy", None), before.adaptive, stats.n_decode),
         )
         with self._lock:
             totals = self.totals
@@ -147,6 +158,8 @@ class Metrics:
                 family.add_metric([str(i)], n)
             yield family
         yield from self._per_drafter(snap.drafters)
+        if snap.adaptive is not None:
+            yield from self._adaptive(snap.adaptive)
         for name, text, value in (
             ("n_tokens_max", "Largest observed sequence length (prompt + generation)", totals.n_tokens_max),
             (
@@ -183,6 +196,21 @@ class Metrics:
                 accepted.add_metric([drafter["name"], str(i)], n)
         yield from (proposed, accepted)
 
+    @staticmethod
+    def _adaptive(state: Adaptive) -> Iterable[Metric]:
+        yield GaugeMetricFamily("ggufspec:draft_length", "Tokens drafted a step, as chosen last", value=state.length)
+        tokens = GaugeMetricFamily(
+            "ggufspec:draft_expected_tokens", "Tokens a stream that a step of this draft length is expected to emit",
+            labels=["length"],
+        )
+        ms = GaugeMetricFamily(
+            "ggufspec:draft_step_ms", "Milliseconds of a step of this draft length, running average", labels=["length"]
+        )
+        for length, expected, took in state.table:
+            tokens.add_metric([str(length)], expected)
+            ms.add_metric([str(length)], took)
+        yield from (tokens, ms)
+
     def speculation(self) -> dict[str, Any]:
         """GET /speculation: what the page's live panel shows, as totals since the start."""
         snap = self.snapshot
@@ -199,6 +227,12 @@ class Metrics:
             "decode_ms": snap.decode_ms,
             "n_processing": snap.n_processing,
             "n_waiting": snap.n_waiting,
+            "adaptive": None if snap.adaptive is None else {
+                "length": snap.adaptive.length,
+                "table": [
+                    {"length": n, "tokens": tokens, "ms": ms} for n, tokens, ms in snap.adaptive.table
+                ],
+            },
         }
 
 
@@ -217,6 +251,14 @@ def drafter_stats(drafter: Any) -> dict[str, Any]:
         "n_drafts": stats.n_drafts,
         "accepted_at": list(stats.accepted_at),
     }
+
+
+def adaptive_state(policy: Any, before: Adaptive | None, n_decode: int) -> Adaptive | None:
+    """The policy's last choice; its numbers are taken over now and then."""
+    if policy is None or policy.choice is None:
+        return None
+    is_fresh = before is not None and n_decode % TABLE_EVERY
+    return Adaptive(policy.choice.n, before.table if before is not None and is_fresh else policy.table())
 
 
 def _rate(n: int, ms: float) -> float:
