@@ -127,6 +127,8 @@ def _write_all(
     for path in paths:
         if path.is_dir():
             raise FileError(f"{path}: cannot be written: is a directory, expected a file name")
+        if path.exists() and not path.is_file():  # the rename would put a file in the place of /dev/null
+            raise FileError(f"{path}: cannot be written: is a device or pipe, expected a file name")
     stream = iter(chunks)
     n_bytes = 0
     try:

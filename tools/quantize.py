@@ -265,5 +265,6 @@ def _show_sizes(plan: Plan) -> None:
     for name, n_tensors, n_elements, n_bytes in plan.by_type():
         bits = 8 * n_bytes / n_elements
         click.echo(f"{shown_type(name):<8s} {n_tensors:8d} {n_bytes / MIB:10.2f} {bits:6.2f}")
+    n_elements = max(plan.n_elements, 1)  # a file of a vocabulary alone has none
     for label, n_bytes in (("model size ", plan.n_bytes_in), ("quant size ", plan.n_bytes_out)):
-        click.echo(f"{label} = {n_bytes / MIB:8.2f} MiB ({8 * n_bytes / plan.n_elements:.2f} BPW)")
+        click.echo(f"{label} = {n_bytes / MIB:8.2f} MiB ({8 * n_bytes / n_elements:.2f} BPW)")

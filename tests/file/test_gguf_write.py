@@ -194,6 +194,10 @@ def test_a_folder_in_the_way_or_missing_is_told(tmp_path):
         write_gguf(tmp_path, [], [], [])
     with pytest.raises(FileError, match="cannot be written: No such file or directory"):
         write_gguf(tmp_path / "none" / "m.gguf", [], [], [])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileError, match="cannot be written: is a device or pipe"):
+        write_gguf(tmp_path / "pipe", [], [], [])
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"] and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_split_set_appears_as_a_whole_or_not_at_all(tmp_path):

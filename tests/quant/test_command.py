@@ -9,9 +9,10 @@ import time
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from files import importance, make_file, weights, write_imatrix
+from files import importance, keys, make_file, weights, write_imatrix
 
 from ggufspec.gguf_file import open_gguf
+from ggufspec.gguf_write import write_gguf
 from ggufspec.tools.quantize import command
 
 
@@ -75,6 +76,12 @@ def test_options_reach_the_file(source, tmp_path):
     assert "blk.0.ffn_gate.weight                - applying manual override: q4_K -> iq4_nl" in text
     assert "did not find weights for blk.0.attn_q.weight" in text
     assert "did not find weights for blk.1.attn_q.weight" not in text
+
+
+def test_a_vocabulary_alone(tmp_path):
+    write_gguf(tmp_path / "in.gguf", keys(), [], [])
+    assert "0.00 MiB (0.00 BPW)" in run(tmp_path / "in.gguf", tmp_path / "o.gguf", "Q8_0", "1")
+    assert open_gguf(tmp_path / "o.gguf").tensors == {}
 
 
 @pytest.mark.parametrize(
