@@ -7,6 +7,7 @@ Pure policy: numbers in, numbers out, no tensors and no clock. The engine asks `
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -28,6 +29,7 @@ MOST_SAVED = 2.0  # in plain steps: what probes may have to spend
 HOPE = 0.85  # the chance of every drafted token that a probe is chosen for
 PLAIN = 0.98  # without drafts nothing is learned about them: plain steps must promise this much more
 STAY = 1.01  # another length must promise this much more
+FORCED_TIMES = 3  # steps of each kind when times are taken at the start
 FIRST_N = 3  # the first width that is timed beside plain steps
 FIRST_TRIES = 4  # of a drafter that has nothing to say at first
 MEMBER_EVERY = 32  # steps between two tries of a drafter that is not in use
@@ -60,6 +62,11 @@ class Costs:
         for other in self.ms:  # half of a lasting change is the machine's or the context's: it concerns all lengths
             if other[0] == batch and other != key:
                 self.ms[other] *= (new / old) ** 0.5
+
+    def shown(self, batch: int) -> str:
+        """The measured widths of a batch size, with any drafters."""
+        rows = sorted((n, ms) for (b, _, n), ms in self.ms.items() if b == batch)
+        return ", ".join(f"{n} drafted {ms:.2f} ms" for n, ms in rows) or "none"
 
     def known(self, batch: int, members: int, n: int) -> bool:
         return (batch, members if n else 0, n) in self.ms
@@ -151,6 +158,7 @@ class Adaptive:
         self.n_steps = 0
         every = range(len(self.n_max))
         self.subsets = [s for size in range(1, len(self.n_max) + 1) for s in combinations(every, size)]
+        self.forced: deque[tuple[int, tuple[int, ...]]] = deque()  # widths and drafters of the next steps
         self._turn = 0
         self._asked: dict[int, int] = {}  # first tries of each drafter
         self._shown = -1
@@ -172,6 +180,9 @@ class Adaptive:
         batch, plain = len(jobs), Choice.plain(len(jobs))
         if not any(most):
             return plain
+        if self.forced:
+            n, members = self.forced.popleft()
+            return self._uniform(n, members, most) if n else plain
         first = self._unmeasured(jobs, most)
         if first is not None:
             return first
@@ -279,6 +290,21 @@ class Adaptive:
         probe = self._uniform(best.n, (others[self._turn % len(others)],), most, is_probe=True)
         loss = self._loss(len(jobs), probe, self.costs.of(len(jobs), 0, 0))
         return probe if loss <= self.credit else best
+
+    def start_steps(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Steps to take times of at the start: plain, short and of full width with each drafter."""
+        steps: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+        for m, n_max in enumerate(self.n_max):
+            steps += [(n, (m,)) for n in self.widths[1:] if n in (min(FIRST_N, n_max), min(AUTO_N_MAX, n_max), n_max)]
+        return [step for step in steps for _ in range(FORCED_TIMES)]
+
+    def forget_texts(self) -> None:
+        """Keep the times, forget the rest: what was decoded so far were no texts."""
+        top = self.worth.right.shape[-1]
+        self.worth, self.pool = Worth.fresh(0, len(self.n_max), top), Worth.fresh(1, len(self.n_max), top)
+        self.speaks, self.jobs = self.speaks[:0], []
+        self.credit, self.saved, self._is_started, self.choice = 0.0, 0.0, False, None
+        self.forced.clear()
 
     # -- after it ----------------------------------------------------------------------------------------------
 

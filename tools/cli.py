@@ -8,12 +8,12 @@ from dataclasses import replace
 from ggufspec import bundled
 from ggufspec.errors import RequestError
 from ggufspec.job import Request
-from ggufspec.sampling import SamplingParams
 from ggufspec.tools import cli_chat, model_defaults
 from ggufspec.tools.command import OptionCommand
 from ggufspec.tools.runtime import Runtime, open_runtime
 from ggufspec.tools.settings import Settings
 from ggufspec.tools.terminal import Clock, Interrupt, Screen, drafter_lines, quit_at_once, timing_lines
+from ggufspec.tools.warm_up import warm_up
 
 ROOM = 4  # tokens of the context that a raw prompt must leave
 
@@ -31,8 +31,7 @@ def run(settings: Settings) -> int:
         grammar=model_defaults.grammar_of(settings),
         parse_special_out=settings.chat.special,
     )
-    if settings.common.warmup:
-        warm_up(runtime)
+    warm_up(runtime)
     load_ms = clock.ms()
     screen = Screen(settings.cli.color)
     if is_chat(settings):
@@ -62,20 +61,6 @@ def with_bundled_model(settings: Settings) -> Settings:
 def is_chat(settings: Settings) -> bool:
     wanted = settings.cli.conversation
     return settings.cli.prompt is None if wanted is None else wanted
-
-
-def warm_up(runtime: Runtime) -> None:
-    """One short run on a GPU: kernels are compiled and steps captured before anyone waits for text."""
-    engine = runtime.engine
-    if engine.device.type != "cuda":
-        return
-    prompt = [runtime.tokenizer.bos or 0] * 8
-    for _ in engine.generate(Request(prompt, SamplingParams(temperature=0), n_predict=4, cache_prompt=False)):
-        pass
-    engine.stats = type(engine.stats)()
-    for member in getattr(engine.drafter, "members", [engine.drafter]):
-        if member is not None:
-            member.stats = type(member.stats)(member.name, member.stats.n_max)
 
 
 def complete(runtime: Runtime, request: Request, screen: Screen, load_ms: float) -> int:

@@ -24,6 +24,7 @@ from ggufspec.models import Model, load_model  # noqa: E402
 from ggufspec.placement import Placement  # noqa: E402
 from ggufspec.sampling import SamplingParams  # noqa: E402
 from ggufspec.tokenizer import Tokenizer  # noqa: E402
+from ggufspec.tools import warm_up  # noqa: E402
 from ggufspec.weights import Weights  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -166,3 +167,18 @@ def test_trained_drafters_keep_the_text(trained: tuple[Model, Tokenizer, Weights
     again = run(engine, prompts, 40)  # on caches and a policy that are warm
     assert [job.generated for job in again] == [tokens[:40] for tokens in want]
     assert torch.isfinite(torch.tensor([ms for _, _, ms in policy.table(2)])).all()
+
+
+def test_times_taken_at_the_start_leave_nothing_else_behind(trained: tuple[Model, Tokenizer, Weights]) -> None:
+    target, tokenizer, _ = trained
+    prompts = [tokenizer.encode("import os\nimport sys\n"), tokenizer.encode("Once upon")]
+    want = [job.generated for job in run(Engine(target, tokenizer, n_ctx=512, n_slots=2), prompts, 24)]
+    drafter = drafter_of(trained, ("draft-mtp",), 2)
+    policy = adaptive_for(drafter)
+    engine = Engine(target, tokenizer, drafter=drafter, n_ctx=512, n_slots=2, policy=policy)
+    for n_streams in (1, 2):
+        warm_up.run(engine, 5, n_streams)
+        assert all(policy.costs.known(n_streams, 1 if n else 0, n) for n in (0, 3, 4))
+    assert engine.idle and all(slot.n_past == 0 for slot in engine.slots) and engine.stats.n_decode == 0
+    assert not policy.jobs and policy.credit == 0.0 and drafter.stats.n_drafts == 0
+    assert [job.generated for job in run(engine, prompts, 24)] == want

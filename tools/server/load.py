@@ -12,6 +12,7 @@ from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools import model_defaults
 from ggufspec.tools.runtime import open_runtime
 from ggufspec.tools.settings import ChatSettings, Settings
+from ggufspec.tools.warm_up import warm_up
 
 from .fields import Task
 from .state import Loaded, ModelInfo
@@ -31,6 +32,7 @@ def load(settings: Settings) -> Loaded:
     if settings.model.path is None:
         raise ConfigError("--model is required (a server that starts without one, router mode, is not supported)")
     runtime = open_runtime(settings)
+    warm_up(runtime)
     tokenizer = runtime.tokenizer
     templates = load_templates(
         runtime.file.metadata, tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos), *_override(settings.chat)

@@ -1,0 +1,58 @@
+"""What happens between loading and the first request: kernels are compiled, steps captured, their times taken."""
+
+from __future__ import annotations
+
+import logging
+
+from ggufspec.engine import Engine
+from ggufspec.job import Request
+from ggufspec.sampling import SamplingParams
+from ggufspec.tools.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+N_PROMPT, N_STEPS = 8, 4
+
+
+def warm_up(runtime: Runtime) -> None:
+    """On a GPU: one stream and all slots together, at the draft lengths that `auto` begins with."""
+    engine = runtime.engine
+    if engine.device.type != "cuda" or not runtime.settings.common.warmup:
+        return
+    token = runtime.tokenizer.bos or 0
+    for n_streams in sorted({1, len(engine.slots)}):
+        run(engine, token, n_streams)
+    if engine.policy is not None:
+        for n_streams in sorted({1, len(engine.slots)}):
+            log.info("times with %d stream(s): %s", n_streams, engine.policy.costs.shown(n_streams))
+
+
+def run(engine: Engine, token: int, n_streams: int) -> None:
+    """Decode some steps of `n_streams` streams that nobody reads; nothing but times is kept.
+
+    In a tensor split the other ranks see the requests and nothing else: there lengths are left to the policy.
+    """
+    policy = engine.policy if engine.link is None else None
+    n_steps = N_STEPS if policy is None else len(policy.start_steps()) + N_STEPS
+    n_predict = max(1, min((n_steps + n_streams) * (engine.n_max + 1), engine.n_ctx - N_PROMPT - 1))
+    request = Request([token] * N_PROMPT, SamplingParams(temperature=0, ignore_eos=True), n_predict, cache_prompt=False)
+    jobs = [engine.submit(request) for _ in range(n_streams)]
+    for _ in range(n_streams):
+        engine.step()
+    if policy is not None:
+        policy.forced.extend(policy.start_steps())
+    for _ in range(n_steps):
+        engine.step()
+    for job in jobs:
+        engine.cancel(job)
+    while not engine.idle:
+        engine.step()
+    engine.stats = type(engine.stats)()
+    for member in getattr(engine.drafter, "members", [engine.drafter]):
+        if member is not None:
+            member.stats = type(member.stats)(member.name, member.stats.n_max)
+    if engine.link is None:
+        for slot in engine.slots:
+            engine.erase_slot(slot.id)
+    if policy is not None:
+        policy.forget_texts()
