@@ -2,6 +2,9 @@
 
 Every kernel calls `begin` before it touches memory, and is launched with `**overlap(x)`. Cards before capability
 9.0 launch one kernel after the other.
+
+Every launch also says whether a multiplication and an addition may become one fused operation, rounded once: results
+are compared bit for bit, and Triton's default is about to change (fused up to 3.9, not fused from 3.10 on).
 """
 
 import functools
@@ -30,9 +33,9 @@ def overlaps(x: Tensor) -> bool:
     return x.is_cuda and _can_overlap(x.device)
 
 
-def overlap(x: Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that begins with `begin(PDL)`."""
+def overlap(x: Tensor, fuse: bool = True) -> dict[str, bool]:
+    """Launch options of a kernel that begins with `begin(PDL)`. fuse: multiply-adds may round once."""
     if triton.knobs.runtime.interpret:
         return {"PDL": False}
     pdl = overlaps(x)
-    return {"PDL": pdl, "launch_pdl": pdl}
+    return {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": fuse}

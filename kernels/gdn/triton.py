@@ -223,7 +223,7 @@ def launch_inputs(
         u, alpha, beta, weights.conv, weights.dt, weights.a, state.tail, state.window_u, slots, state.counts, n_rows,
         *outs, spec.eps, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, u_row, alpha_row, beta_row,
         state.counts.stride(0), spec.d, triton.next_power_of_2(spec.d), spec.conv_kernel, record,
-        num_warps=1, enable_fp_fusion=False, **overlap(u),
+        num_warps=1, **overlap(u, fuse=False),
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def launch_recurrence(q: Tensor, out: Tensor, W: int, state: GdnState, slots: Te
         q, state.window_k, state.window_v, state.window_g, state.window_beta, state.window_u, state.tail, state.state,
         out, slots, state.counts, spec.d**-0.5, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, spec.conv_dim,
         state.counts.stride(0), spec.d, triton.next_power_of_2(spec.d), values, spec.conv_kernel, channels,
-        num_warps=4, enable_fp_fusion=False, **overlap(q),
+        num_warps=4, **overlap(q, fuse=False),
     )  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def scan(
     U, Y, mixed, q, k, last = (x.contiguous() for x in (U, Y, mixed, q, k, last))
     scan_kernel[(triton.cdiv(d, values), B * n_v)](
         U, Y, mixed, q, k, last, state, out, n,
-        d, triton.next_power_of_2(d), values, T, precision(U.device), num_warps=4, num_stages=1,
+        d, triton.next_power_of_2(d), values, T, precision(U.device), num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out, state
 
@@ -283,7 +283,7 @@ def inverse(system: Tensor) -> Tensor:
     system = system.contiguous()
     out = torch.empty_like(system)
     n = system.shape[-1]
-    inverse_kernel[(system.numel() // (n * n),)](system, out, n, num_warps=4)
+    inverse_kernel[(system.numel() // (n * n),)](system, out, n, num_warps=4, enable_fp_fusion=True)
     return out
 
 

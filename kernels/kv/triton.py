@@ -222,8 +222,8 @@ def store_kernel(
                 if SPIN_V > 0:
                     value = hadamard(value, BLOCK_V, SPIN_V, LOG_V)
                 at = at * N_KV + head - H - N_KV
-                store_row(value, v_cache_ptr + at * v_bytes, v_half_ptr + at * v_halves, table_ptr, KIND_V, HD_V, BLOCK_V,
-                          BLOCK_V // 32)  # fmt: skip
+                store_row(value, v_cache_ptr + at * v_bytes, v_half_ptr + at * v_halves, table_ptr, KIND_V, HD_V,
+                          BLOCK_V, BLOCK_V // 32)  # fmt: skip
 
 
 def heads_contiguous(x: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def launch(
         norms is not None, n_rot, neox, kind_of(kv.type_k), kind_of(kv.type_v),
         kv.rotation_k, kv.rotation_k.bit_length() - 1 if kv.rotation_k else 0,
         kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, kv.ring,
-        num_warps=1, enable_fp_fusion=False, **overlap(k),
+        num_warps=1, **overlap(k, fuse=False),
     )  # fmt: skip
     return out
 

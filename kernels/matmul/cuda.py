@@ -333,6 +333,7 @@ def run(
         KW=config.KW, WM=config.WM, MT=config.MT, ST=stages,
         PARTS=n_parts, PDL=pdl,
         num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
+        enable_fp_fusion=True,
     )  # fmt: skip
     sizes = [n * n_tokens for n in launch.n_rows]
     return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]
@@ -355,7 +356,7 @@ def unpack_half(weight: PackedWeight, first: int, count: int) -> Tensor:
     unpack[(-(-count // 64), n_blocks)](
         *source.arrays, out, n_blocks, source.rows, first, count, pair(minimum), pair(-1024 * minimum),
         LOW=source.form.low, HIGH=source.form.high, SCALE=source.form.scale, OFFSET=source.form.offset,
-        WM=4, MT=1, num_warps=4,
+        WM=4, MT=1, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

@@ -53,7 +53,7 @@ def prepare(x: Tensor, pdl: bool | None = None) -> Activation:
     if n_tokens:
         prepare_rows[(n_tokens,)](
             x, rows, scale, n_columns, x.stride(0), width, size, pdl,
-            num_warps=max(1, min(16, size // 1024)), launch_pdl=pdl,
+            num_warps=max(1, min(16, size // 1024)), launch_pdl=pdl, enable_fp_fusion=True,
         )  # fmt: skip
     return Activation(rows, n_columns, scale)
 
@@ -179,7 +179,7 @@ def unpack_to(out: Tensor, weight: PackedWeight, first: int, factor: float) -> N
     s, count = source_of(weight), out.shape[0]
     unpack_rows[(triton.cdiv(count, 4), n_super_blocks(weight.shape[1]))](
         out, *s.arrays, first, count, weight.shape[1], s.rows, s.row_bytes, s.unit, factor, out.shape[1],
-        **s.constants, R=4, num_warps=4,
+        **s.constants, R=4, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -195,5 +195,6 @@ def multiply(a: Activation, weight: PackedWeight) -> Tensor:
     multiply_rows[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_tokens, TOKENS))](
         a.rows, a.scale, out, *s.arrays, n_tokens, n_columns, n_super_blocks(n_columns), n_rows, s.rows, s.row_bytes,
         s.unit, **s.constants, PRECISION=precision, R=ROWS, N=TOKENS, C=COLUMNS, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -34,6 +34,7 @@ def compiling(capability: int) -> Iterator[list[str]]:
     run = triton.JITFunction.run
 
     def warm(self, *args, grid, warmup, **kwargs):
+        assert "enable_fp_fusion" in kwargs, f"{self.__name__}: say whether multiply-adds may be fused"
         names.append(self.__name__)
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
