@@ -1,4 +1,4 @@
-"""Compile the kernel for three generations of cards; run as a process of its own by test_draw.py."""
+"""Compile the kernel for four generations of cards; run as a process of its own by test_draw.py."""
 
 import torch
 from compiling import compiling
@@ -7,7 +7,7 @@ from ggufspec.kernels import overlap
 from ggufspec.kernels.draw import LARGEST_K, Limits
 from ggufspec.kernels.draw import triton as kernel
 
-for capability in (75, 80, 90):
+for capability in (75, 80, 90, 120):
     overlap.overlaps = lambda x, new=capability >= 90: new
     with compiling(capability) as names:
         for K in (1, 40, LARGEST_K):

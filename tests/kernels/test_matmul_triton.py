@@ -64,7 +64,7 @@ def main() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [75, 80, 90])
+@pytest.mark.parametrize("capability", [75, 80, 90, 120])
 def test_kernels_compile(capability, monkeypatch):
     from ggufspec.kernels.matmul import triton
 

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 def test_interpreted_kernels_equal_numpy(name):
     done = subprocess.run(
         [sys.executable, "triton_twin.py", "1", "256", name], cwd=FOLDER, capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "PYTHONPATH": str(FOLDER), "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -31,8 +31,9 @@ def test_interpreted_kernels_equal_numpy(name):
 @pytest.mark.gpu
 def test_kernels_equal_numpy_on_the_device():
     done = subprocess.run(
-        [sys.executable, "triton_twin.py", "24", "1024", *ENCODERS], cwd=FOLDER, capture_output=True, text=True
-    )
+        [sys.executable, "triton_twin.py", "24", "1024", *ENCODERS], cwd=FOLDER, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(FOLDER)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
 
