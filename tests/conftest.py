@@ -11,6 +11,8 @@ import pytest
 # Child processes import the installed package, never the source folder they are started in: it lacks the rooms that
 # lie beside it (quant, kernels, tools).
 os.environ["PYTHONSAFEPATH"] = "1"
+# Several test processes share the cores; OpenMP threads that spin for one another would take all of them.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
