@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 PARTS = ("weights", "KV", "recurrent", "checkpoints", "draft weights", "draft KV", "workspace", "graphs")
-# Measured on one H200: what a step needs beside weights and caches.
+# Estimates, not yet held to a card: what a step needs beside weights and caches.
 UNPACK_BYTES = 2 * (64 << 20)  # a piece of a weight in float16 for prompts, and its product
 LOGITS_COPIES = 3  # target's and drafter's logits, and what sampling makes of them
 GRAPH_BYTES = 8 << 20  # the driver's own memory for one captured step
