@@ -118,3 +118,7 @@ def _print_error(message: str) -> None:
 def _drop_stdout() -> None:
     """What is still buffered can't be written: without this Python would try again at exit, and complain."""
     sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+
+
+if __name__ == "__main__":
+    main()

@@ -145,6 +145,11 @@ class Cache:
         for k, pair in zip(self.kv, saved.kv):
             if (k is None) != (pair is None) or (k is not None and pair is not None and not kv.fits(k, pair)):
                 raise ConfigError("a saved slot has other cache types or head sizes than this cache")
+        for state, part in zip(self.recurrent, saved.recurrent):
+            if (state is None) != (part is None) or (
+                state is not None and part is not None and not gdn.fits(state, part)
+            ):
+                raise ConfigError("a saved slot has a recurrent state of another size than this model's")
         for k, pair in zip(self.kv, saved.kv):
             if k is not None and pair is not None:
                 kv.restore(k, slot, pair)

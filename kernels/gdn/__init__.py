@@ -24,6 +24,7 @@ from ggufspec.kernels.gdn.state import (
     GdnWeights,
     accept,
     allocate,
+    fits,
     link,
     pack_slot,
     reset,
@@ -32,7 +33,7 @@ from ggufspec.kernels.gdn.state import (
 )
 
 __all__ = [
-    "MAX_WINDOW", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "chunk", "commit", "link",
+    "MAX_WINDOW", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "chunk", "commit", "fits", "link",
     "naive", "reset", "restore", "save", "step", "trim",
 ]  # fmt: skip
 

@@ -150,6 +150,11 @@ def pack_slot(state: GdnState, slot: int) -> Tensor:
     return torch.cat((state.state[slot].flatten(), state.tail[slot].flatten()))
 
 
+def fits(state: GdnState, saved: Tensor) -> bool:
+    """Whether a saved slot can be restored into this layer."""
+    return saved.numel() == state.state[0].numel() + state.tail[0].numel()
+
+
 def restore(state: GdnState, slot: int, saved: Tensor) -> None:
     """Bring a slot back to what `save` copied."""
     n = state.state[slot].numel()

@@ -103,7 +103,8 @@ def allocate(
 
 
 def used_cells(kv: KV, n_past: int) -> int:
-    return min(n_past, kv.n_cells)
+    """Cells that `save` copies; of a ring all of them, since a position's cell depends on the ring's size."""
+    return kv.n_cells if kv.ring else min(n_past, kv.n_cells)
 
 
 def save(kv: KV, slot: int, n_past: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,9 @@ def save(kv: KV, slot: int, n_past: int) -> tuple[Tensor, Tensor]:
 def fits(kv: KV, saved: tuple[Tensor, Tensor]) -> bool:
     """Whether saved cells can be restored into this storage."""
     return all(
-        part.dtype == own.dtype and part.shape[1:] == own.shape[2:] and part.shape[0] <= kv.n_cells
+        part.dtype == own.dtype
+        and part.shape[1:] == own.shape[2:]
+        and (part.shape[0] == kv.n_cells if kv.ring else part.shape[0] <= kv.n_cells)
         for part, own in zip(saved, (kv.k, kv.v))
     )
 

@@ -254,3 +254,18 @@ def test_checkpoints_stay_within_their_limit(model: tuple[Model, Tokenizer]) -> 
     e = engine(model, n_ubatch=16, n_checkpoints=3, checkpoint_step=16)
     run(e, Request((PROMPT * 20)[:200], GREEDY, n_predict=3))
     assert len(e.slots[0].checkpoints) == (3 if e.cache.has_recurrent else 0)
+
+
+def test_a_saved_slot_of_another_model_is_refused_before_anything_is_written(model: tuple[Model, Tokenizer]) -> None:
+    e = engine(model)
+    run(e, Request(PROMPT, GREEDY, n_predict=4))
+    saved = e.save_slot(0)
+    if not e.cache.has_recurrent:
+        return
+    states = saved["cache"].recurrent
+    at = next(i for i, state in enumerate(states) if state is not None)
+    states[at] = states[at][:-1]
+    other = engine(model)
+    with pytest.raises(ConfigError, match="recurrent state of another size"):
+        other.restore_slot(0, saved)
+    assert other.slots[0].tokens == []

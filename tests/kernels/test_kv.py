@@ -121,3 +121,9 @@ def test_bad_types_are_refused():
         kvs.allocate("q6_0", "f16", 1, 1, 1, 64, 64, "cpu")
     with pytest.raises(ConfigError, match="divisible by 32.*48"):
         kvs.allocate("f16", "q8_0", 1, 1, 1, 64, 48, "cpu")
+
+
+def test_a_saved_ring_fits_only_a_ring_of_its_size() -> None:
+    small, large = (kvs.allocate("f16", "f16", 1, n, 2, 64, 64, "cpu", ring=True) for n in (256, 512))
+    saved = kvs.save(small, 0, 10)
+    assert kvs.fits(small, saved) and not kvs.fits(large, saved)
