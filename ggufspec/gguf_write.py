@@ -292,9 +292,13 @@ def _value(type_text: str, value: Any) -> bytes:
 
 def _numbers(values: Any, dtype: np.dtype) -> bytes:
     """The bytes of an array; an integer or boolean that the type can't hold is an error, not wrapped."""
-    given = np.asarray(values) if len(values) else np.zeros(0, dtype)
-    stored = given.astype(dtype)
-    if dtype.kind != "f" and not np.array_equal(stored, given):
+    given = values if isinstance(values, np.ndarray) else list(values)
+    try:
+        stored = np.array(given, dtype)
+    except OverflowError:
+        raise ValueError(f"an element is outside the range of {dtype.name}") from None
+    # Python's own integers are compared one by one: as an array, large ones would become floats.
+    if dtype.kind != "f" and stored.tolist() != np.asarray(given, object).tolist():
         raise ValueError(f"an element is outside the range of {dtype.name}")
     return stored.tobytes()
 

@@ -242,3 +242,9 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     )
     seen, said = done.stdout.splitlines()
     assert ".tmp" in seen and said == "interrupted" and os.listdir(tmp_path) == []
+
+
+def test_large_unsigned_numbers_keep_every_bit(tmp_path):
+    values = [0, 2**63 + 1, 2**64 - 1]
+    write_gguf(tmp_path / "m.gguf", [Key("k", "arr[u64]", values)], [], iter(()))
+    assert open_gguf(tmp_path / "m.gguf").metadata["k"].tolist() == values
