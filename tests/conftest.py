@@ -7,7 +7,6 @@ import os
 
 import pytest
 
-
 # Child processes import the installed package, never the source folder they are started in: it lacks the rooms that
 # lie beside it (quant, kernels, tools).
 os.environ["PYTHONSAFEPATH"] = "1"
