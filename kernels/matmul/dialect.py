@@ -8,11 +8,13 @@ barrier      thread_barrier                          barrier                    
 reinterpret  descriptor._reinterpret                 _reinterpret                            _reinterpret   reinterpret
 """
 
+from typing import Any
+
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 
-def _first(owner: object, *names: str) -> object:
+def _first(owner: object, *names: str) -> Any:
     """The first of these that this release has; newer names first, for 3.9 keeps an old one that only raises."""
     return next(getattr(owner, name) for name in names if hasattr(owner, name))
 
