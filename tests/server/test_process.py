@@ -23,7 +23,7 @@ class Process:
     """A started server; `address` comes from its log."""
 
     def __init__(self, *argv, model=None, tls=False):
-        environ = {**os.environ, "OMP_NUM_THREADS": "2"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         small = ["--port", "0", "-c", "1024", "-np", "2", "--device", "none"]
         arguments = ["-m", str(model or target_path()), *small, *argv]
         self.process = subprocess.Popen(RUN + arguments, stderr=subprocess.PIPE, text=True, env=environ)
@@ -42,7 +42,7 @@ class Process:
     def _read(self):
         for line in self.process.stderr:
             self.lines.append(line)
-            if "listening on " in line:
+            if "listening on http" in line:  # a socket file is announced as well, in either order
                 self.address = line.rsplit(" ", 1)[1].strip()
                 self._found.set()
         self._found.set()
