@@ -26,6 +26,7 @@ from .choose import Chooser
 from .decode import Decoded, Decoder
 from .drafters import Drafter
 from .drafters.chain import Chain
+from .drafters.statistics import count_positions
 from .drafters.synth import SyntheticAcceptance
 from .errors import RequestError
 from .job import Event, Job, JobState, Request, TokenOut
@@ -65,9 +66,7 @@ class EngineStats:
         self.n_drafts += 1
         self.draft_n += n_drafted
         self.draft_n_accepted += n_accepted
-        self.accepted_at += [0] * (n_accepted - len(self.accepted_at))
-        for i in range(n_accepted):
-            self.accepted_at[i] += 1
+        count_positions(self.accepted_at, n_accepted)
 
 
 @dataclass
@@ -388,8 +387,7 @@ class Engine:
                 job_stats.n_verify += 1
                 counts = job_stats.accepted_per_position
                 counts += [0] * (n_drafted - len(counts))
-                for i in range(n_accepted):
-                    counts[i] += 1
+                count_positions(counts, n_accepted)
             if self.drafter is not None:
                 self.drafter.record(slot.id, n_drafted, n_accepted)
 

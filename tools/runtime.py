@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ggufspec.adaptive import AUTO_N_MAX, Adaptive, adaptive_for
 from ggufspec.drafters import Drafter, DraftOptions
 from ggufspec.drafters.dflash_config import read_dflash_config
-from ggufspec.drafters.load import ModSizes, NgramSizes, SpecOptions, load_drafter
+from ggufspec.drafters.load import SpecOptions, load_drafter
 from ggufspec.drafters.synth import NOTICE, SyntheticAcceptance, check_rates, rates_of_length
 from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError
@@ -29,7 +29,7 @@ from ggufspec.prompt_cache import PromptCache
 from ggufspec.ranks import Ranks, from_torchrun, start
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools.fit import fitted
-from ggufspec.tools.settings import ContextSettings, ModelSettings, NgramSettings, Settings, SpeculativeSettings
+from ggufspec.tools.settings import ContextSettings, ModelSettings, Settings, SpeculativeSettings
 from ggufspec.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -244,16 +244,12 @@ def policy_of(spec: SpeculativeSettings, drafter: Drafter | None) -> Adaptive | 
 
 
 def spec_options(spec: SpeculativeSettings, draft_file: GGUFFile | None = None) -> SpecOptions:
-    def sizes(settings: NgramSettings) -> NgramSizes:
-        return NgramSizes(settings.size_n, settings.size_m, settings.min_hits)
-
-    mod = spec.ngram_mod
     return SpecOptions(
         types=tuple(t for t in spec.types if t != "none"),
         draft=DraftOptions(draft_length(spec, draft_file), spec.n_min, spec.p_min),
         type_k=spec.type_k, type_v=spec.type_v,
-        ngram_simple=sizes(spec.ngram_simple), ngram_map_k=sizes(spec.ngram_map_k),
-        ngram_map_k4v=sizes(spec.ngram_map_k4v), ngram_mod=ModSizes(mod.n_match, mod.n_min, mod.n_max),
+        ngram_simple=spec.ngram_simple, ngram_map_k=spec.ngram_map_k,
+        ngram_map_k4v=spec.ngram_map_k4v, ngram_mod=spec.ngram_mod,
         lookup_static=spec.lookup_static, lookup_dynamic=spec.lookup_dynamic,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ggufspec.drafters.ngram_sizes import ModSizes, NgramSizes
 from ggufspec.sampling import SamplingParams
 
 
@@ -75,20 +76,6 @@ class GrammarSettings:
 
 
 @dataclass(frozen=True)
-class NgramSettings:
-    size_n: int = 12
-    size_m: int = 48
-    min_hits: int = 1
-
-
-@dataclass(frozen=True)
-class NgramModSettings:
-    n_match: int = 24
-    n_min: int = 48
-    n_max: int = 64
-
-
-@dataclass(frozen=True)
 class SpeculativeSettings:
     """The drafter. `types` empty: what the draft file is."""
 
@@ -101,10 +88,10 @@ class SpeculativeSettings:
     gpu_layers: int = -1
     type_k: str = "f16"
     type_v: str = "f16"
-    ngram_simple: NgramSettings = NgramSettings()
-    ngram_map_k: NgramSettings = NgramSettings()
-    ngram_map_k4v: NgramSettings = NgramSettings()
-    ngram_mod: NgramModSettings = NgramModSettings()
+    ngram_simple: NgramSizes = NgramSizes()
+    ngram_map_k: NgramSizes = NgramSizes()
+    ngram_map_k4v: NgramSizes = NgramSizes()
+    ngram_mod: ModSizes = ModSizes()
     synth_length: float | None = None
     synth_rates: tuple[float, ...] = ()
     lookup_static: str | None = None

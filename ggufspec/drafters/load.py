@@ -20,6 +20,7 @@ from .ngram_cache import NgramCache
 from .ngram_map import NgramMap
 from .ngram_mod import NgramMod
 from .ngram_simple import NgramSimple
+from .ngram_sizes import ModSizes, NgramSizes
 from .recognize import check_pair, check_type, file_for, infer_types
 from .small_model import SmallModel
 
@@ -31,24 +32,6 @@ log = logging.getLogger(__name__)
 
 NARROW = 16  # rows of a step that a GPU computes independently of its width
 RECURRENT_ROWS = 17  # rows that recurrent layers can take back
-
-
-@dataclass(frozen=True)
-class NgramSizes:
-    """`--spec-ngram-simple/-map-k/-map-k4v-size-n, -size-m, -min-hits`."""
-
-    size_n: int = 12
-    size_m: int = 48
-    min_hits: int = 1
-
-
-@dataclass(frozen=True)
-class ModSizes:
-    """`--spec-ngram-mod-n-match, -n-min, -n-max`."""
-
-    n_match: int = 24
-    n_min: int = 48
-    n_max: int = 64
 
 
 @dataclass(frozen=True)

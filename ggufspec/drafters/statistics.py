@@ -37,9 +37,7 @@ class Statistics:
         self.draft_n += n_drafted
         self.draft_n_accepted += n_accepted
         self.n_accepted_drafts += n_accepted > 0
-        self.accepted_at += [0] * (n_accepted - len(self.accepted_at))
-        for i in range(n_accepted):
-            self.accepted_at[i] += 1
+        count_positions(self.accepted_at, n_accepted)
 
     def add(self, call: Call, ms: float) -> None:
         """One call that took `ms`. The caller measures: a captured call runs no Python when it is replayed."""
@@ -88,6 +86,13 @@ class Statistics:
             rates = ", ".join(f"{rate:.3f}" for rate in self.per_position())
             text += f", #mean acc len = {self.mean_accepted_length:.2f}, #acc rate/pos = ({rates})"
         return f"{text}, dur(b,g,a) = {self.begin_ms:.3f}, {self.propose_ms:.3f}, {self.accept_ms:.3f} ms"
+
+
+def count_positions(counts: list[int], n_accepted: int) -> None:
+    """Add one draft of which the first `n_accepted` tokens were right: counts[i] drafts had at least i + 1."""
+    counts += [0] * (n_accepted - len(counts))
+    for i in range(n_accepted):
+        counts[i] += 1
 
 
 def mean_length(n_accepted: int, n_steps: int) -> float:
