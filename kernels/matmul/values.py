@@ -24,6 +24,24 @@ def element_at(p):
     return (p % 2) * 128 + (p // 8 % 4) * 32 + (p // 32 % 8) * 4 + p // 2 % 4
 
 
+# Producers that cannot see a whole row write an activation divided by this instead of by a power of two of the row's
+# own: magnitudes to a million stay in float16's range, and what underflows is below 1e-6.
+FIXED_SCALE = tl.constexpr(16.0)
+
+
+@triton.jit
+def row_place(e):
+    """Where column e of a row stands in an activation row."""
+    return e // 256 * 256 + place_of(e % 256)
+
+
+@triton.jit
+def fixed_half(v):
+    """v / FIXED_SCALE as float16, at most float16's largest number."""
+    v = v * (1.0 / FIXED_SCALE)
+    return tl.minimum(tl.maximum(v, -65504.0), 65504.0).to(tl.float16)
+
+
 @triton.jit
 def as_half(bits):
     """Sixteen low bits as a float16, in float32."""
