@@ -60,10 +60,10 @@ def prepare(x: Tensor) -> Activation:
     """x [T, K] float to the order and type the kernels read; once per layer input, for every group of K columns."""
     if x.device.type == "cpu":
         return plain.prepare(x)
-    from ggufspec.kernels.matmul import triton
+    from ggufspec.kernels.matmul import triton, wide
 
     with torch.cuda.device(x.device):  # Triton launches on the current device, not the tensors'
-        return triton.prepare(x)
+        return triton.prepare(x) if x.shape[0] <= cuda.NARROW_TOKENS else wide.prepare(x)
 
 
 def matmul(a: Activation | Tensor, group: WeightGroup) -> tuple[Tensor, ...]:

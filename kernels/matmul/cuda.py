@@ -2,7 +2,7 @@
 
 rows      kernel
 1..192    `gluon.narrow`, 8, 16 or 32 tokens a tile: one order of sums, so a row's bits are the same at each of them
-193..     weights to float16 a piece at a time (`gluon.unpack`), then the library's product, float32 sums
+193..     weights to float16 (`gluon.unpack`), then the library's product, float32 sums: `wide`
 F32, scales that float16 cannot hold, and cards below capability 8.0 take `triton.multiply` instead of `gluon.narrow`.
 """
 
@@ -22,7 +22,6 @@ UPLOAD_BYTES = 64 << 20  # piece of a weight that goes through pinned memory at 
 REPACK_BYTES = 64 << 20  # and that is rearranged at once on the device
 NARROW_TOKENS = 192  # above, unpacking once and multiplying in the library is quicker
 TOKEN_TILES = (8, 16, 32)
-UNPACK_ELEMENTS = 32 << 20  # float16 weights unpacked at a time
 MINIMUM_CAPABILITY = (7, 5)
 MOST_PARTS = 8  # a tile's parts cross memory and are added at its end: few tiles are not cut finer than this
 
@@ -339,56 +338,15 @@ def run(
     return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]
 
 
-def unpack_half(weight: PackedWeight, first: int, count: int) -> Tensor:
-    """Rows first.. as float16 [count, S * 256] in the kernels' column order, times 2^(shift - 24) if held in arrays."""
-    from ggufspec.kernels.matmul import triton
-
-    n_blocks = repack.n_super_blocks(weight.shape[1])
-    out = torch.empty((count, n_blocks * repack.BLOCK), dtype=torch.float16, device=weight.device)
-    if "low" not in weight.parts or capability(weight.device.index) < (8, 0):
-        triton.unpack_to(out, weight, first, half_factor(weight))
-        return out
-    from ggufspec.kernels.matmul.gluon import unpack
-    from ggufspec.kernels.matmul.ptx import pair
-
-    source = triton.source_of(weight)
-    minimum = half_factor(weight) * (1 if source.form.scale == "half_min" else -1)
-    unpack[(-(-count // 64), n_blocks)](
-        *source.arrays, out, n_blocks, source.rows, first, count, pair(minimum), pair(-1024 * minimum),
-        LOW=source.form.low, HIGH=source.form.high, SCALE=source.form.scale, OFFSET=source.form.offset,
-        WM=4, MT=1, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    return out
-
-
-def half_factor(weight: PackedWeight) -> float:
-    """What float16 weights are multiplied by to lie in the middle of float16's range."""
-    return 2.0 ** (weight.shift - 24) if "low" in weight.parts else 1.0
-
-
-def multiply_wide(a: Activation, weight: PackedWeight) -> Tensor:
-    """Any number of rows: unpack a piece of the weight, multiply it in the library, float32 sums."""
-    n_rows, width = weight.shape[0], a.rows.shape[1]
-    out = torch.empty((a.rows.shape[0], n_rows), dtype=torch.float32, device=a.rows.device)
-    assert a.scale is not None
-    scale = a.scale.unsqueeze(1) / half_factor(weight)
-    step = max(256, UNPACK_ELEMENTS // width // 256 * 256)
-    for first in range(0, n_rows, step):
-        w = unpack_half(weight, first, min(step, n_rows - first))
-        y = torch.mm(a.rows, w.T, out_dtype=torch.float32)
-        torch.mul(y, scale, out=out[:, first : first + step])
-    return out
-
-
 def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
     """Rows [T, K] times each weight's transpose."""
-    from ggufspec.kernels.matmul import triton
+    from ggufspec.kernels.matmul import triton, wide
 
     n_tokens, index = a.rows.shape[0], a.rows.device.index
     if n_tokens == 0:
         return tuple(a.rows.new_empty((0, w.shape[0]), dtype=torch.float32) for w in group.weights)
     if n_tokens > NARROW_TOKENS:
-        return tuple(multiply_wide(a, w) for w in group.weights)
+        return wide.multiply(a, group)
     out: dict[int, Tensor] = {}
     if capability(index) >= (8, 0):
         for launch in group.launches:

@@ -57,12 +57,14 @@ class Activation:
     """Rows [T, K] ready for every group with K columns.
 
     On the CPU `rows` are the float32 rows themselves. On CUDA they are float16 in the kernels' column order, each
-    row divided by the power of two in `scale` [T] that keeps it in range.
+    row divided by the power of two in `scale` [T] that keeps it in range. Rows of wide batches are all divided by one
+    number, which the host knows: `fixed`, instead of `scale`.
     """
 
     rows: Tensor
     n_columns: int
     scale: Tensor | None = None
+    fixed: float | None = None
 
 
 def check_pack(raw: Tensor, type_name: str, shape: tuple[int, int]) -> None:
