@@ -1,7 +1,7 @@
 """Programmatic dependent launch: the next kernel of a stream starts while the last programs of this one run.
 
-Every kernel calls `begin` before it touches memory, and is launched with `**overlap(x)`. Cards before capability
-9.0 launch one kernel after the other.
+Every kernel calls `begin` (or its halves, `release` and `wait`) before it touches memory that kernels write, and is
+launched with `**overlap(x)`. Cards before capability 9.0 launch one kernel after the other.
 
 Every launch also says whether a multiplication and an addition may become one fused operation, rounded once: results
 are compared bit for bit, and Triton's default is about to change (fused up to 3.9, not fused from 3.10 on).
@@ -20,6 +20,20 @@ def begin(PDL: tl.constexpr):
     """Let the next kernel start, then wait until the one before has ended and its results are visible."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def release(PDL: tl.constexpr):
+    """The first half of `begin`: let the next kernel start. Until `wait` only what no kernel writes may be read."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """The second half of `begin`."""
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
 

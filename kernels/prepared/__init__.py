@@ -11,7 +11,7 @@ from torch import Tensor
 from ggufspec.kernels.matmul import Activation
 from ggufspec.kernels.prepared import plain
 
-__all__ = ["add_rms_norm", "gated_norm", "geglu", "swiglu"]
+__all__ = ["add_rms_norm", "add_rms_norm_kept", "gated_norm", "geglu", "rms_norm_pair", "swiglu"]
 
 
 def room(x: Tensor) -> ModuleType:
@@ -26,6 +26,18 @@ def room(x: Tensor) -> ModuleType:
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Activation]:
     """x, delta [.., K]: (x + delta, prepared rms_norm of it); delta None: (x, prepared rms_norm(x))."""
     return room(x).add_rms_norm(x, delta, weight, eps)
+
+
+def add_rms_norm_kept(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Activation]:
+    """`add_rms_norm` that also returns the norm as it is: (x + delta, rms_norm of it, prepared rms_norm of it)."""
+    return room(x).add_rms_norm_kept(x, delta, weight, eps)
+
+
+def rms_norm_pair(a: Tensor, b: Tensor, a_weight: Tensor, b_weight: Tensor, eps: float) -> Activation:
+    """a, b [.., K]: prepared rows [.., 2 K] of rms_norm(a) followed by rms_norm(b)."""
+    return room(a).rms_norm_pair(a, b, a_weight, b_weight, eps)
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Activation:

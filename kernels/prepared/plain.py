@@ -1,5 +1,6 @@
 """Norms and activations followed by `prepare`: the CPU path and the oracle of the fused kernels."""
 
+import torch
 from torch import Tensor
 
 from ggufspec.kernels import norm
@@ -15,6 +16,17 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
         return x, prepare(flat(norm.rms_norm(x, weight, eps)))
     total, normed = norm.add_rms_norm(x, delta, weight, eps)
     return total, prepare(flat(normed))
+
+
+def add_rms_norm_kept(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Activation]:
+    total, normed = (x, norm.rms_norm(x, weight, eps)) if delta is None else norm.add_rms_norm(x, delta, weight, eps)
+    return total, normed, prepare(flat(normed))
+
+
+def rms_norm_pair(a: Tensor, b: Tensor, a_weight: Tensor, b_weight: Tensor, eps: float) -> Activation:
+    return prepare(flat(torch.cat([norm.rms_norm(a, a_weight, eps), norm.rms_norm(b, b_weight, eps)], dim=-1)))
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Activation:

@@ -365,6 +365,7 @@ def prepared(device: str, real: bool) -> None:
         a, b = (x.rows.float() * x.scale[:, None] for x in (got, expected))
         limit = 1.2e-3 * rows.abs().max().item()
         close(a.cpu(), b.cpu(), limit, what)
+        assert not (a - b)[b == 0].any(), f"{what}: not zero where it should be"
 
     T, K, n, d = (9, 5120, 48, 128) if real else (2, 300, 3, 100)
     x, y, w = on(device, random(T, K), random(T, K, seed=1) * 100, random(K))
@@ -374,6 +375,13 @@ def prepared(device: str, real: bool) -> None:
     check(prepared_triton.add_rms_norm(x, None, w, EPS)[1], norm_triton.rms_norm(x, w, EPS), "rms_norm")
     alone = prepared_triton.add_rms_norm(x[1:2], y[1:2], w, EPS)[1]
     same(alone.rows, a.rows[1:2], "rows alone")
+    for delta, expected in ((y, x + y), (None, x)):
+        total, normed, kept = prepared_triton.add_rms_norm_kept(x, delta, w, EPS)
+        same(total, expected.cpu(), "sum, norm kept")
+        close(normed, norm_triton.rms_norm(expected, w, EPS).cpu(), 1e-5, "norm kept")
+        check(kept, normed, "prepared beside a kept norm")
+    pair = torch.cat((norm_triton.rms_norm(x, w, EPS), norm_triton.rms_norm(y, 3 * w, EPS)), 1)
+    check(prepared_triton.rms_norm_pair(x, y, w, 3 * w, EPS), pair, "rms_norm_pair")
     joined = torch.cat((x, y), 1)
     check(prepared_triton.swiglu(joined[:, :K], joined[:, K:]), norm_triton.swiglu(x, y), "swiglu")
     check(prepared_triton.geglu(x, y), norm_triton.geglu(x, y), "geglu")

@@ -22,6 +22,7 @@ KERNELS = {
     "attend_kernel", "combine_kernel", "inputs_kernel", "recurrence_kernel", "inverse_kernel", "scan_kernel",
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
+    "pair_input_kernel",
 }  # fmt: skip
 
 
@@ -41,6 +42,8 @@ def norms() -> None:
     norm_triton.swiglu(x, x)
     norm_triton.gated_norm(torch.zeros(48, 128), torch.zeros(48, 128), torch.zeros(128), 1e-6)
     prepared_triton.add_rms_norm(x, x, w, 1e-6)
+    prepared_triton.add_rms_norm_kept(x, x, w, 1e-6)
+    prepared_triton.rms_norm_pair(x, x, w, w, 1e-6)
     prepared_triton.swiglu(torch.zeros(3, 17408), torch.zeros(3, 17408))
     prepared_triton.gated_norm(torch.zeros(3, 48, 128), torch.zeros(3, 48, 128), torch.zeros(128), 1e-6)
 

@@ -21,3 +21,14 @@ def test_equal_their_parts():
     o, z = x.view(2, 3, 4, 24), y.view(2, 3, 4, 24)
     gated = norm.gated_norm(o, z, w[:24], EPS)
     assert torch.equal(prepared.gated_norm(o, z, w[:24], EPS).rows, prepare(gated.view(6, 96)).rows)
+
+
+def test_kept_norms_and_pairs():
+    x, y, w = torch.randn(2, 3, 96), torch.randn(2, 3, 96), torch.randn(96)
+    for delta, expected in ((y, x + y), (None, x)):
+        total, normed, a = prepared.add_rms_norm_kept(x, delta, w, EPS)
+        assert torch.equal(total, expected) and torch.equal(normed, norm.rms_norm(expected, w, EPS))
+        assert a.n_columns == 96 and torch.equal(a.rows, prepare(normed.view(6, 96)).rows)
+    both = torch.cat((norm.rms_norm(x, w, EPS), norm.rms_norm(y, 2 * w, EPS)), -1)
+    a = prepared.rms_norm_pair(x, y, w, 2 * w, EPS)
+    assert a.n_columns == 192 and torch.equal(a.rows, prepare(both.view(6, 192)).rows)
