@@ -17,7 +17,7 @@ from ggufspec.kernels.rope import RopeSpec
 
 __all__ = [
     "CELL_CHUNK", "KV", "TYPES", "allocate", "cells_for", "fits", "load", "norm_rope_store", "restore", "save",
-    "store",
+    "store", "store_raw",
 ]  # fmt: skip
 
 
@@ -47,6 +47,14 @@ def norm_rope_store(
     does and returns the new q, Hadamard-rotated where the cache is: pass it on as attend(.., q_rotated=True).
     """
     return room(k).norm_rope_store(kv, q, k, v, slots, positions, norms, rope)
+
+
+def store_raw(
+    kv: KV, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, norm: tuple[Tensor, float] | None,
+    rope: tuple[Tensor, Tensor, RopeSpec] | None,
+) -> None:  # fmt: skip
+    """`norm_rope_store` without queries: raw projections k, v [B, W, n_kv, ..]; norm: weight of k and eps, or None."""
+    room(k).store_raw(kv, k, v, slots, positions, norm, rope)
 
 
 def load(kv: KV, slot: int, n: int) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,17 @@ def norm_rope_store(
     return rotate(q.float(), kv.rotation_k)
 
 
+def store_raw(
+    kv: KV, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, norm: tuple[Tensor, float] | None,
+    rope: tuple[Tensor, Tensor, RopeSpec] | None,
+) -> None:  # fmt: skip
+    if norm is not None:
+        k = rms_norm(k, *norm)
+    if rope is not None:
+        k = ropes.rotate(k, *rope)
+    store(kv, k, v, slots, positions)
+
+
 def decode_cells(kv: KV, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Cells start..stop of a slot as float32 [n, n_kv, hd], still rotated: what attention multiplies."""
     return (

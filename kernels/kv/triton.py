@@ -278,4 +278,11 @@ def norm_rope_store(
     return out
 
 
+def store_raw(
+    kv: KV, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, norm: tuple[Tensor, float] | None,
+    rope: tuple[Tensor, Tensor, RopeSpec] | None,
+) -> None:  # fmt: skip
+    launch(kv, None, k, v, slots, positions, None if norm is None else (norm[0], *norm), rope)
+
+
 assert set(KINDS) == set(BLOCKS)

@@ -143,6 +143,9 @@ def norm_rope_store(device: str, real: bool) -> None:
             dq, dk, dv, ds, dp, cos, sin = on(device, q_gate, k, v, slots, positions, *tables)
             got = kv_triton.norm_rope_store(theirs, dq[..., 0, :], dk, dv, ds, dp, dnorms, (cos, sin, spec))
             close(got, expected, 2e-5, f"q {type_name}")
+            alone = kvs.allocate(type_name, type_name, 2, 256, n_kv, hd, hd, device)
+            kv_triton.store_raw(alone, dk, dv, ds, dp, None if dnorms is None else dnorms[1:], (cos, sin, spec))
+            same(alone.k, theirs.k.cpu(), "keys without queries"), same(alone.v, theirs.v.cpu(), "values alone")
             for slot, entry in ((1, 0), (0, 1)):
                 first = int(positions[entry, 0])
                 for a, b in zip(kv_plain.decode_cells(mine, slot, first, first + W),
