@@ -11,7 +11,7 @@ from torch import Tensor
 from ggufspec.kernels.matmul import Activation
 from ggufspec.kernels.prepared import plain
 
-__all__ = ["add_rms_norm", "add_rms_norm_kept", "gated_norm", "geglu", "rms_norm_pair", "swiglu"]
+__all__ = ["add_rms_norm", "add_rms_norm_kept", "gated_columns", "gated_norm", "geglu", "rms_norm_pair", "swiglu"]
 
 
 def room(x: Tensor) -> ModuleType:
@@ -48,6 +48,11 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Activation:
 def swiglu(gate: Tensor, up: Tensor) -> Activation:
     """gate, up [.., K]: prepared silu(gate) * up."""
     return room(gate).swiglu(gate, up)
+
+
+def gated_columns(y: Tensor, K: int, run: int, gelu: bool = False) -> Activation:
+    """y [T, 2 K or more]: `run` columns of gate and `run` of up in turn, to prepared swiglu (or geglu) of K columns."""
+    return room(y).gated_columns(y, K, run, gelu)
 
 
 def geglu(gate: Tensor, up: Tensor) -> Activation:

@@ -37,5 +37,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Activation:
     return prepare(flat(norm.swiglu(gate, up)))
 
 
+def gated_columns(y: Tensor, K: int, run: int, gelu: bool) -> Activation:
+    gate, up = y[:, : 2 * K].unflatten(1, (-1, 2, run)).transpose(1, 2).flatten(2).unbind(1)
+    return geglu(gate, up) if gelu else swiglu(gate, up)
+
+
 def geglu(gate: Tensor, up: Tensor) -> Activation:
     return prepare(flat(norm.geglu(gate, up)))

@@ -2,7 +2,7 @@
 
 Columns are loaded in file order and brought into the matmul's order in registers, so that loads and stores are whole.
 Norms take one program a row, which scales it by a power of two of its own as `prepare` does. Everything else is cut
-into pieces of a row and divided by `FIXED_SCALE`.
+into pieces of a row and divided by `FIXED_SCALE`, and so is all of a batch wider than the narrow kernel takes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.matmul.cuda import NARROW_TOKENS
 from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
 from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
 from ggufspec.kernels.matmul.weight import Activation
@@ -30,15 +31,18 @@ def in_order(v, SIZE: tl.constexpr):
 
 
 @triton.jit
-def write_row(v, row, rows_ptr, scale_ptr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+def write_row(v, row, rows_ptr, scale_ptr, FIXED: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """A whole row v, zero past its columns: float16 over the power of two that puts its maximum in 2^14..2^15."""
-    largest = tl.max(tl.abs(v), 0)
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.where(largest > 0, tl.maximum(exponent - 14, 1), 127)
-    up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    p = tl.arange(0, SIZE)
-    tl.store(rows_ptr + row * WIDTH + p, in_order((v * up).to(tl.float16), SIZE), p < WIDTH)
-    tl.store(scale_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
+    if FIXED:
+        write_piece(v, row, 0, rows_ptr, scale_ptr, WIDTH, SIZE)
+    else:
+        largest = tl.max(tl.abs(v), 0)
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.where(largest > 0, tl.maximum(exponent - 14, 1), 127)
+        up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        p = tl.arange(0, SIZE)
+        tl.store(rows_ptr + row * WIDTH + p, in_order((v * up).to(tl.float16), SIZE), p < WIDTH)
+        tl.store(scale_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -53,7 +57,8 @@ def write_piece(v, row, piece, rows_ptr, scale_ptr, WIDTH: tl.constexpr, SIZE: t
 @triton.jit
 def norm_input_kernel(
     x_ptr, delta_ptr, weight_ptr, total_ptr, normed_ptr, rows_ptr, scale_ptr, K, eps,
-    ADD: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr, FIXED: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rms_norm(x [+ delta]) of one row; the sum goes to total and, if KEEP, the norm as it is to normed."""
     release(PDL)
@@ -69,7 +74,7 @@ def norm_input_kernel(
     v = x * tl.rsqrt(tl.sum(x * x, 0) / K + eps) * weight
     if KEEP:
         tl.store(normed_ptr + row * K + e, v, mask)
-    write_row(v, row, rows_ptr, scale_ptr, WIDTH, SIZE)
+    write_row(v, row, rows_ptr, scale_ptr, FIXED, WIDTH, SIZE)
 
 
 @triton.jit
@@ -102,15 +107,16 @@ def pair_input_kernel(
 @triton.jit
 def activation_input_kernel(
     a_ptr, b_ptr, rows_ptr, scale_ptr, K, a_row, b_row,
-    GELU: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    GELU: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, piece): silu(a) * b or gelu(a) * b."""
+    """Program (row, piece): silu(a) * b or gelu(a) * b. RUN > 0: after each RUN columns, a and b skip as many."""
     begin(PDL)
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     e = piece * SIZE + tl.arange(0, SIZE)
     mask = e < K
-    a = tl.load(a_ptr + row * a_row + e, mask, 0.0)
-    b = tl.load(b_ptr + row * b_row + e, mask, 0.0)
+    at = e + e // RUN * RUN if RUN else e
+    a = tl.load(a_ptr + row * a_row + at, mask, 0.0)
+    b = tl.load(b_ptr + row * b_row + at, mask, 0.0)
     if GELU:
         v = a * sigmoid_of(1.5957691216057308 * a * (1.0 + 0.044715 * a * a)) * b
     else:
@@ -153,7 +159,8 @@ class Target:
         self.width = n_super_blocks(K) * BLOCK
         self.rows = torch.empty(T, self.width, dtype=torch.float16, device=x.device)
         self.scale = torch.empty(T, dtype=torch.float32, device=x.device)
-        self.activation = Activation(self.rows, K, self.scale)
+        fixed = float(FIXED_SCALE.value) if T > NARROW_TOKENS else None
+        self.activation = Activation(self.rows, K, self.scale, fixed=fixed)
 
 
 def whole_row(width: int) -> dict[str, int]:
@@ -172,7 +179,7 @@ def norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, keep: bool
     normed = torch.empty_like(x) if keep else x
     norm_input_kernel[(T,)](
         x, x if delta is None else delta.contiguous(), weight, total, normed, to.rows, to.scale, K, eps,
-        ADD=delta is not None, KEEP=keep, **whole_row(to.width), **overlap(x),
+        ADD=delta is not None, KEEP=keep, FIXED=T > NARROW_TOKENS, **whole_row(to.width), **overlap(x),
     )  # fmt: skip
     return total, normed, to.activation
 
@@ -204,12 +211,18 @@ def rms_norm_pair(a: Tensor, b: Tensor, a_weight: Tensor, b_weight: Tensor, eps:
 def activation(gate: Tensor, up: Tensor, gelu: bool) -> Activation:
     K = gate.shape[-1]
     (gate, gate_row), (up, up_row) = rows_of(gate, K), rows_of(up, K)
+    return launch_activation(gate, up, K, gate_row, up_row, gelu, 0)
+
+
+def launch_activation(
+    gate: Tensor, up: Tensor, K: int, gate_row: int, up_row: int, gelu: bool, run: int
+) -> Activation:
     T = gate.shape[0]
     to = Target(T, K, gate)
     size = min(PIECE, triton.next_power_of_2(to.width))
     activation_input_kernel[(T, triton.cdiv(to.width, size))](
         gate, up, to.rows, to.scale, K, gate_row, up_row,
-        GELU=gelu, WIDTH=to.width, SIZE=size, num_warps=4, **overlap(gate),
+        GELU=gelu, RUN=run, WIDTH=to.width, SIZE=size, num_warps=4, **overlap(gate),
     )  # fmt: skip
     return to.activation
 
@@ -220,6 +233,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Activation:
 
 def geglu(gate: Tensor, up: Tensor) -> Activation:
     return activation(gate, up, True)
+
+
+def gated_columns(y: Tensor, K: int, run: int, gelu: bool) -> Activation:
+    y = y if y.stride(1) == 1 else y.contiguous()
+    return launch_activation(y, y[:, run:], K, y.stride(0), y.stride(0), gelu, run)
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Activation:

@@ -391,3 +391,21 @@ def prepared(device: str, real: bool) -> None:
     o, z, g = on(device, random(T, n, d), random(T, n, d, seed=1), random(d))
     gated = norm_triton.gated_norm(o, z, g, EPS).flatten(1)
     check(prepared_triton.gated_norm(o, z, g, EPS), gated, "gated_norm")
+    K = 1024 if real else 304
+    halves = on(device, random(T, K), random(T, K, seed=1))
+    columns = torch.stack([half.unflatten(1, (-1, 8)) for half in halves], 2).flatten(1)
+    columns = torch.cat((columns, columns[:, :5] + torch.nan), 1)  # a launch's padding rows come last
+    check(prepared_triton.gated_columns(columns, K, 8, False), norm_triton.swiglu(*halves), "swiglu in turn")
+    check(prepared_triton.gated_columns(columns, K, 8, True), norm_triton.geglu(*halves), "geglu in turn")
+
+
+@case
+def prepared_wide(device: str, real: bool) -> None:
+    """Rows of batches wider than the narrow kernel takes have one scale, and the values of narrow ones."""
+    T, K = 193, 5120 if real else 256
+    x, w = on(device, random(T, K), random(K))
+    a = prepared_triton.add_rms_norm(x, None, w, EPS)[1]
+    expected = prepared_triton.add_rms_norm(x[:2], None, w, EPS)[1]
+    assert a.fixed == 16.0 and expected.fixed is None
+    close(a.rows[:2].float().cpu() * a.fixed, (expected.rows.float() * expected.scale[:, None]).cpu(), 6e-3)
+    assert prepared_triton.swiglu(x, x).fixed == 16.0

@@ -32,3 +32,11 @@ def test_kept_norms_and_pairs():
     both = torch.cat((norm.rms_norm(x, w, EPS), norm.rms_norm(y, 2 * w, EPS)), -1)
     a = prepared.rms_norm_pair(x, y, w, 2 * w, EPS)
     assert a.n_columns == 192 and torch.equal(a.rows, prepare(both.view(6, 192)).rows)
+
+
+def test_columns_of_gate_and_up_in_turn():
+    x, y = torch.randn(3, 96), torch.randn(3, 96)
+    columns = torch.stack((x.unflatten(1, (-1, 8)), y.unflatten(1, (-1, 8))), 2).flatten(1)
+    columns = torch.cat((columns, torch.randn(3, 7)), 1)
+    assert torch.equal(prepared.gated_columns(columns, 96, 8).rows, prepared.swiglu(x, y).rows)
+    assert torch.equal(prepared.gated_columns(columns, 96, 8, gelu=True).rows, prepared.geglu(x, y).rows)
