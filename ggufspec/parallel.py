@@ -4,12 +4,15 @@ Row-cut matrices (q, k, v, gate, up, the head) give each rank some of the output
 down, SSM output) give each rank a part of the sum, which `Shard.sum` adds up in rank order, so that the result does
 not depend on how many rows a step has. What cannot be cut into whole units for every rank is mirrored: each rank
 computes all of it.
+
+Sums of a step's few rows go through memory that all ranks map where the cards allow it (see kernels.peer and peers), and
+are left undone until the next norm, which does them on the way: `later` and `add_rms_norm`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
@@ -18,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PlacementError
+from .kernels import peer, prepared
+from .kernels.matmul import Activation
 
 Range = tuple[int, int]  # start, stop
 
@@ -34,6 +39,7 @@ class Shard:
     rank: int = 0
     shares: tuple[float, ...] = (1.0,)
     group: Any = None  # a torch.distributed process group; None: one process
+    link: peer.Link | None = field(default=None, compare=False)  # memory that all ranks map; None: through the group
 
     @property
     def size(self) -> int:
@@ -57,6 +63,8 @@ class Shard:
         """Add the ranks' tensors [.., D], in rank order for a step's few rows."""
         if self.group is None:
             return x
+        if self.link is not None and self.link.takes(x):
+            return peer.sum_parts(x, self.link)
         if x.numel() // x.shape[-1] > WIDE_ROWS:
             dist.all_reduce(x, group=self.group)
             return x
@@ -66,6 +74,12 @@ class Shard:
         for r in range(1, self.size):
             total = total + parts[r]
         return total
+
+    def later(self, x: Tensor) -> Addend:
+        """`sum`, left to whoever adds it to something when that is cheaper."""
+        if self.link is not None and self.link.takes(x):
+            return Unsummed(x, self.link)
+        return self.sum(x)
 
     def join(self, x: Tensor, bounds: Sequence[Range]) -> Tensor:
         """The ranks' columns [T, n_r] as one [T, n], on every rank."""
@@ -79,6 +93,32 @@ class Shard:
 
 
 WHOLE = Shard()
+
+
+@dataclass(frozen=True)
+class Unsummed:
+    """This rank's part [.., D] of a sum that is still to be made."""
+
+    part: Tensor
+    link: peer.Link
+
+    def view(self, shape: Sequence[int]) -> Unsummed:
+        return Unsummed(self.part.view(shape), self.link)
+
+
+Addend = Tensor | Unsummed  # what a sub-layer adds to the residual stream
+
+
+def summed(y: Addend) -> Tensor:
+    """The addend itself, the same on every rank."""
+    return peer.sum_parts(y.part, y.link) if isinstance(y, Unsummed) else y
+
+
+def add_rms_norm(x: Tensor, delta: Addend | None, weight: Tensor, eps: float) -> tuple[Tensor, Activation]:
+    """`kernels.prepared.add_rms_norm`, with the sum between ranks in the same launch if it is still to be made."""
+    if isinstance(delta, Unsummed):
+        return peer.sum_add_rms_norm(x, delta.part, weight, eps, delta.link)
+    return prepared.add_rms_norm(x, delta, weight, eps)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import FileError, PlacementError, UnsupportedError
+from .kernels.fused import GatedPair, join
 from .kernels.matmul import PackedWeight, WeightGroup, fuse, pack
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ class Weights:
             packed = [self._packed.get((part, device)) or self._pack(part, device) for part in named]
             self._groups[named, device] = fuse(packed)
         return self._groups[named, device]
+
+    def pair(self, device: torch.device, gate: Part, up: Part) -> GatedPair:
+        """Gate and up matrices of one shape, of a gated feed-forward layer."""
+        return join(self._pack(gate, device), self._pack(up, device))
 
     def vector(self, name: str, shape: Sequence[int], device: torch.device,
                rows: Sequence[Range] | None = None) -> Tensor:

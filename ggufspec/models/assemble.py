@@ -12,7 +12,7 @@ from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Shard
 from ..placement import Placement
 from ..weights import Part, Weights
-from .base import Head, Layer, Model
+from .base import Head, Layer, Model, Norm
 from .config import Config
 from .layers import Attention, Block, FeedForward, heads_cut
 
@@ -51,11 +51,10 @@ def block(weights: Weights, config: Config, i: int, device: torch.device, shard:
     return Block(
         index=i,
         device=device,
-        attn_norm=weights.vector(f"{name}.attn_norm.weight", (D,), device),
+        attn_norm=Norm(weights.vector(f"{name}.attn_norm.weight", (D,), device), eps),
         attention=Attention.load(weights, name, config, i, device, shard, norms=norms, rope=rope),
-        ffn_norm=weights.vector(f"{name}.ffn_norm.weight", (D,), device),
+        ffn_norm=Norm(weights.vector(f"{name}.ffn_norm.weight", (D,), device), eps),
         ffn=FeedForward.load(weights, name, D, config.feed_forward_length[i], device, shard),
-        eps=eps,
     )
 
 

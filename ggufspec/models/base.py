@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache
-from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
-from ..kernels.norm import add_rms_norm, rms_norm
+from ..kernels.matmul import Activation, PackedWeight, WeightGroup, gather, matmul, prepare
+from ..kernels.norm import rms_norm
 from ..kernels.rope import RopeSpec, tables
 from ..parallel import WHOLE, Shard
 from ..rows import Rows
@@ -27,6 +27,14 @@ class Output:
     logits: Tensor | None  # [B, W, V] for "all", [B, 1, V] (last valid row) for "last"
     hidden: Tensor  # [B, W, D] after the final norm, the vectors that the head multiplies
     taps: Tensor | None  # [B, W, m * D], residual streams entering the tapped layers, in the order asked for
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm: weight [D]."""
+
+    weight: Tensor
+    eps: float
 
 
 @dataclass
@@ -54,11 +62,17 @@ class Layer(Protocol):
 
     device: torch.device
 
-    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
-        """(residual [B, W, D], pending addition or None) in; the same two out.
+    @property
+    def attn_norm(self) -> Norm:
+        """The norm at its beginning."""
+        ...
 
-        The addition of a sub-layer's result is left to the next norm, which fuses it. The returned residual plus
-        addition is the stream entering the next layer.
+    def __call__(self, x: Tensor, n: Activation | None, step: Step, cache: Cache, after: Norm | None
+                 ) -> tuple[Tensor, Activation | None]:
+        """The stream [B, W, D] entering the layer to the one leaving it.
+
+        n: the layer's first norm of x, prepared, where the layer before could make it. With `after`, the norm that
+        follows this layer is made likewise.
         """
         ...
 
@@ -116,23 +130,19 @@ class Model:
 
     def forward(self, rows: Rows, cache: Cache, *, taps: Sequence[int] = (), logits: Logits = "all") -> Output:
         x = self.embed(rows.tokens.to(self.embedding.device))
-        delta: Tensor | None = None
+        n: Activation | None = None
         step = Step.of(rows.to(x.device))
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
-                x, delta = (x if delta is None else x + delta), None
                 tapped[i] = x
             if layer.device != x.device:
-                x, delta = x.to(layer.device), None if delta is None else delta.to(layer.device)
+                x, n = x.to(layer.device), None
                 step = Step.of(rows.to(layer.device))
-            x, delta = layer(x, delta, step, cache)
-        x, delta = x.to(self.device), None if delta is None else delta.to(self.device)
-        eps = self.config.layer_norm_rms_epsilon
-        if delta is None:
-            hidden = rms_norm(x, self.output_norm, eps)
-        else:
-            _, hidden = add_rms_norm(x, delta, self.output_norm, eps)
+            following = self.layers[i + 1] if i + 1 < len(self.layers) else None
+            continues = following is not None and following.device == layer.device
+            x, n = layer(x, n, step, cache, following.attn_norm if following is not None and continues else None)
+        hidden = rms_norm(x.to(self.device), self.output_norm, self.config.layer_norm_rms_epsilon)
         features = torch.cat([tapped[i].to(hidden.device) for i in taps], dim=-1) if taps else None
         return Output(self.logits(hidden, rows, logits), hidden, features)
 

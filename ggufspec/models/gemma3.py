@@ -8,12 +8,11 @@ from dataclasses import replace
 import torch
 
 from ..errors import FileError
-from ..kernels.prepared import geglu
 from ..parallel import Shard
 from ..placement import Placement
 from ..weights import Weights
 from .assemble import assemble
-from .base import Model
+from .base import Model, Norm
 from .config import Config, Keys
 from .layers import Attention, Block, FeedForward
 
@@ -45,19 +44,22 @@ def load(weights: Weights, config: Config, placement: Placement, shard: Shard) -
 
     def make(i: int, device: torch.device) -> Block:
         name = f"blk.{i}"
+
+        def norm(which: str) -> Norm:
+            return Norm(weights.vector(f"{name}.{which}.weight", (D,), device), eps)
+
         return Block(
             index=i,
             device=device,
-            attn_norm=weights.vector(f"{name}.attn_norm.weight", (D,), device),
+            attn_norm=norm("attn_norm"),
             attention=Attention.load(
                 weights, name, config, i, device, shard, norms=True, scale=scale,
                 rope=local_rope if slides[i] else config.rope, window=window if slides[i] else 0,
+                post_norm=norm("post_attention_norm"),
             ),
-            ffn_norm=weights.vector(f"{name}.ffn_norm.weight", (D,), device),
-            ffn=FeedForward.load(weights, name, D, config.feed_forward_length[i], device, shard, activation=geglu),
-            eps=eps,
-            post_attention_norm=weights.vector(f"{name}.post_attention_norm.weight", (D,), device),
-            post_ffw_norm=weights.vector(f"{name}.post_ffw_norm.weight", (D,), device),
+            ffn_norm=norm("ffn_norm"),
+            ffn=FeedForward.load(weights, name, D, config.feed_forward_length[i], device, shard, gelu=True,
+                                 post_norm=norm("post_ffw_norm")),
         )
 
     model = assemble(weights, config, placement, make, shard=shard)

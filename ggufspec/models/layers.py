@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -12,54 +12,90 @@ from torch import Tensor
 from ..cache import Cache
 from ..errors import FileError, UnsupportedError
 from ..kernels.attention import AttentionSpec, attend
+from ..kernels.fused import GatedPair, added, enter, gated, split
 from ..kernels.kv import norm_rope_store
 from ..kernels.matmul import Activation, WeightGroup, matmul, prepare
 from ..kernels.norm import rms_norm
-from ..kernels.prepared import add_rms_norm, geglu, swiglu
+from ..kernels.prepared import geglu, swiglu
 from ..kernels.rope import RopeSpec
-from ..parallel import WHOLE, Cut, Shard, unit_granularity
+from ..parallel import WHOLE, Cut, Shard, add_rms_norm, summed, unit_granularity
 from ..weights import Part, Weights
-from .base import Step
+from .base import Norm, Step
 from .config import Config
 
 FFN_GRANULARITY = 128  # inner rows of a feed-forward layer are cut in multiples of this
 
 
 @dataclass
-class FeedForward:
-    """y = (act(x Wg) * (x Wu)) Wd, biases optional. A rank of a tensor split has some of the F inner rows."""
+class Addition:
+    """A sub-layer's last matrix: its product, normed where the model has a post-norm, is added to the stream."""
 
-    gate_up: WeightGroup  # gate [F, D], up [F, D]
-    down: WeightGroup  # [D, F]
-    activation: Callable[[Tensor, Tensor], Activation]  # swiglu or geglu
-    shard: Shard  # whose parts are summed; WHOLE where the layer is mirrored
+    weight: WeightGroup  # [D, K]
+    shard: Shard = WHOLE  # whose parts are summed; WHOLE where the layer is mirrored
+    bias: Tensor | None = None
+    post_norm: Norm | None = None
+
+    def __call__(self, x: Tensor, a: Activation, before: Activation, after: Norm | None
+                 ) -> tuple[Tensor, Activation | None]:
+        """x [B, W, D] and B*W prepared rows [.., K] to the stream after the sub-layer and, prepared, `after` of it.
+
+        before: what the sub-layer's first product was given.
+        """
+        is_plain = self.shard.size == 1 and self.bias is None and self.post_norm is None
+        if after is not None and is_plain:
+            total, n = added(x.view(-1, x.shape[-1]), a, self.weight, after.weight, after.eps, before)
+            return total.view(x.shape), n
+        (y,) = matmul(a, self.weight)
+        # summed over the ranks by the next norm, if nothing else comes before it
+        addend = (self.shard.later(y) if self.bias is None else self.shard.sum(y) + self.bias).view(x.shape)
+        if self.post_norm is not None:
+            addend = rms_norm(summed(addend), self.post_norm.weight, self.post_norm.eps)
+        if after is None:
+            return x + summed(addend), None
+        return add_rms_norm(x, addend, after.weight, after.eps)
+
+
+def entered(x: Tensor, n: Activation | None, norm: Norm) -> Activation:
+    """The norm of a stream x [B, W, D], prepared, unless the layer before has made it."""
+    return enter(x.view(-1, x.shape[-1]), norm.weight, norm.eps) if n is None else n
+
+
+@dataclass
+class FeedForward:
+    """(act(x Wg) * (x Wu)) Wd, biases optional. A rank of a tensor split has some of the F inner rows."""
+
+    gate_up: GatedPair  # gate [F, D], up [F, D]
+    down: Addition  # [D, F]
+    gelu: bool
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
 
     @classmethod
     def load(cls, weights: Weights, block: str, D: int, F: int, device: torch.device, shard: Shard,
-             activation: Callable[[Tensor, Tensor], Activation] = swiglu) -> FeedForward:
+             gelu: bool = False, post_norm: Norm | None = None) -> FeedForward:
         cut = Cut.of(shard, F, lcm(weights.block_size(f"{block}.ffn_down.weight"), FFN_GRANULARITY))
         rows = [cut.scaled(1)]
         return cls(
-            weights.group(device, Part.of(f"{block}.ffn_gate.weight", (F, D), rows),
-                          Part.of(f"{block}.ffn_up.weight", (F, D), rows)),
-            weights.group(device, Part.of(f"{block}.ffn_down.weight", (D, F), columns=rows)),
-            activation,
-            WHOLE if cut.mirrored else shard,
+            weights.pair(device, Part.of(f"{block}.ffn_gate.weight", (F, D), rows),
+                         Part.of(f"{block}.ffn_up.weight", (F, D), rows)),
+            Addition(
+                weights.group(device, Part.of(f"{block}.ffn_down.weight", (D, F), columns=rows)),
+                WHOLE if cut.mirrored else shard,
+                weights.optional_vector(f"{block}.ffn_down.bias", (D,), device),
+                post_norm,
+            ),
+            gelu,
             weights.optional_vector(f"{block}.ffn_gate.bias", (F,), device, rows),
             weights.optional_vector(f"{block}.ffn_up.bias", (F,), device, rows),
-            weights.optional_vector(f"{block}.ffn_down.bias", (D,), device),
         )
 
-    def __call__(self, n: Activation) -> Tensor:
-        """T prepared rows to [T, D]."""
-        gate, up = matmul(n, self.gate_up)
-        gate = add_bias(gate, self.gate_bias)
-        up = add_bias(up, self.up_bias)
-        (out,) = matmul(self.activation(gate, up), self.down)
-        return add_bias(self.shard.sum(out), self.down_bias)
+    def __call__(self, x: Tensor, n: Activation, after: Norm | None) -> tuple[Tensor, Activation | None]:
+        """The stream x [B, W, D] and its norm, prepared, to the stream after the sub-layer and `after` of it."""
+        if self.gate_bias is None and self.up_bias is None:
+            return self.down(x, gated(n, self.gate_up, self.gelu), n, after)
+        gate, up = split(n, self.gate_up)
+        gate, up = add_bias(gate, self.gate_bias), add_bias(up, self.up_bias)
+        return self.down(x, geglu(gate, up) if self.gelu else swiglu(gate, up), n, after)
 
 
 @dataclass
@@ -134,9 +170,7 @@ class Attention:
     """Causal self-attention over the layer's KV cache."""
 
     projections: Projections
-    output: WeightGroup  # [D, H * hd_v]
-    output_bias: Tensor | None
-    shard: Shard
+    output: Addition  # [D, H * hd_v]
     rope: RopeSpec
     spec: AttentionSpec
     key_length: int
@@ -145,7 +179,8 @@ class Attention:
 
     @classmethod
     def load(cls, weights: Weights, block: str, config: Config, layer: int, device: torch.device, shard: Shard, *,
-             norms: bool, rope: RopeSpec, scale: float | None = None, window: int = 0) -> Attention:
+             norms: bool, rope: RopeSpec, scale: float | None = None, window: int = 0,
+             post_norm: Norm | None = None) -> Attention:
         D, H, hd, hd_v = config.embedding_length, config.head_count[layer], config.key_length, config.value_length
         if not config.causal:
             raise UnsupportedError(f"{weights.file.path}: {config.architecture}.attention.causal is false; "
@@ -154,16 +189,19 @@ class Attention:
         columns = [cut.scaled(H // config.head_count_kv[layer] * hd_v)]
         return cls(
             Projections.load(weights, block, config, layer, device, cut, norms=norms),
-            weights.group(device, Part.of(f"{block}.attn_output.weight", (D, H * hd_v), columns=columns)),
-            weights.optional_vector(f"{block}.attn_output.bias", (D,), device),
-            WHOLE if cut.mirrored else shard,
+            Addition(
+                weights.group(device, Part.of(f"{block}.attn_output.weight", (D, H * hd_v), columns=columns)),
+                WHOLE if cut.mirrored else shard,
+                weights.optional_vector(f"{block}.attn_output.bias", (D,), device),
+                post_norm,
+            ),
             rope,
             AttentionSpec(scale=hd**-0.5 if scale is None else scale, causal=True, window=window),
             hd, hd_v, config.layer_norm_rms_epsilon,
         )
 
-    def __call__(self, n: Activation, step: Step, cache: Cache, layer: int) -> Tensor:
-        """B*W prepared rows to [B*W, D]."""
+    def __call__(self, n: Activation, step: Step, cache: Cache, layer: int) -> Activation:
+        """B*W prepared rows to what `output` multiplies."""
         rows, kv = step.rows, cache.kv[layer]
         assert kv is not None
         p = self.projections
@@ -172,38 +210,27 @@ class Attention:
         rope = (*step.rope(self.rope), self.rope)
         q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
         o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, q_rotated=True)
-        (out,) = matmul(prepare(o.reshape(-1, o.shape[-2] * o.shape[-1])), self.output)
-        return add_bias(self.shard.sum(out), self.output_bias)
+        return prepare(o.reshape(-1, o.shape[-2] * o.shape[-1]))
 
 
 @dataclass
 class Block:
-    """The common block: attention, then feed-forward, each behind a norm; post-norms where the model has them."""
+    """The common block: attention, then feed-forward, each behind a norm."""
 
     index: int
     device: torch.device
-    attn_norm: Tensor
+    attn_norm: Norm
     attention: Attention
-    ffn_norm: Tensor
+    ffn_norm: Norm
     ffn: FeedForward
-    eps: float
-    post_attention_norm: Tensor | None = None
-    post_ffw_norm: Tensor | None = None
 
-    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
-        x, n = add_rms_norm(x, delta, self.attn_norm, self.eps)
-        y = self.attention(n, step, cache, self.index).view(x.shape)
-        if self.post_attention_norm is not None:
-            y = rms_norm(y, self.post_attention_norm, self.eps)
-        x, n = add_rms_norm(x, y, self.ffn_norm, self.eps)
-        y = self.ffn(n).view(x.shape)
-        if self.post_ffw_norm is not None:
-            y = rms_norm(y, self.post_ffw_norm, self.eps)
-        return x, y
+    def __call__(self, x: Tensor, n: Activation | None, step: Step, cache: Cache, after: Norm | None
+                 ) -> tuple[Tensor, Activation | None]:
+        n = entered(x, n, self.attn_norm)
+        x, inner = self.attention.output(x, self.attention(n, step, cache, self.index), n, self.ffn_norm)
+        assert inner is not None
+        return self.ffn(x, inner, after)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
-
-
-ACTIVATIONS = {"silu": swiglu, "gelu": geglu, "gelu_pytorch_tanh": geglu}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,15 @@ from ..kernels.gdn import GdnSpec, GdnWeights
 from ..kernels.kv import KV, norm_rope_store
 from ..kernels.matmul import Activation, PackedWeight, WeightGroup, matmul, prepare
 from ..kernels.norm import rms_norm
-from ..kernels.prepared import add_rms_norm, gated_norm
+from ..kernels.prepared import gated_norm
 from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
 from ..weights import Part, Weights
 from .assemble import CacheLayer, assemble, kv_layer
-from .base import Head, Model, Step
+from .base import Head, Model, Norm, Step
 from .config import Config, Keys
-from .layers import FeedForward, heads_cut
+from .layers import Addition, FeedForward, entered, heads_cut
 
 
 def gdn_spec(keys: Keys, eps: float) -> GdnSpec:
@@ -67,12 +68,11 @@ class GatedAttention:
     """Attention whose output is gated: q rows hold, per head, the query and then the gate."""
 
     qkv: WeightGroup  # q with gate [H * 2 * hd, D], k, v [KV * hd, D]
-    output: WeightGroup
+    output: Addition
     q_norm: Tensor
     k_norm: Tensor
     rope: RopeSpec
     spec: AttentionSpec
-    shard: Shard
     n_head: int  # held here
     n_kv: int
     hd: int
@@ -97,15 +97,20 @@ class GatedAttention:
                 Part.of(f"{name}.attn_k.weight", (KV_ * hd, D), [cut.scaled(hd)]),
                 Part.of(f"{name}.attn_v.weight", (KV_ * hd, D), [cut.scaled(hd)]),
             ),
-            weights.group(device, Part.of(f"{name}.attn_output.weight", (D, H * hd), columns=[cut.scaled(group * hd)])),
+            Addition(
+                weights.group(
+                    device, Part.of(f"{name}.attn_output.weight", (D, H * hd), columns=[cut.scaled(group * hd)])
+                ),
+                WHOLE if cut.mirrored else shard,
+            ),
             weights.vector(f"{name}.attn_q_norm.weight", (hd,), device),
             weights.vector(f"{name}.attn_k_norm.weight", (hd,), device),
-            config.rope, AttentionSpec(scale=hd**-0.5, causal=True), WHOLE if cut.mirrored else shard,
+            config.rope, AttentionSpec(scale=hd**-0.5, causal=True),
             cut.n * group, cut.n, hd, config.layer_norm_rms_epsilon,
         )
 
-    def __call__(self, n: Activation, step: Step, kv: KV) -> Tensor:
-        """B*W prepared rows to [B*W, D]."""
+    def __call__(self, n: Activation, step: Step, kv: KV) -> Activation:
+        """B*W prepared rows to what `output` multiplies."""
         rows = step.rows
         B, W = rows.n_batch, rows.width
         q_gate, k, v = matmul(n, self.qkv)
@@ -114,8 +119,7 @@ class GatedAttention:
         norms, rope = (self.q_norm, self.k_norm, self.eps), (*step.rope(self.rope), self.rope)
         q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
         o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, gate=gate, q_rotated=True)
-        (out,) = matmul(prepare(o.reshape(B * W, -1)), self.output)
-        return self.shard.sum(out)
+        return prepare(o.reshape(B * W, -1))
 
 
 @dataclass
@@ -123,11 +127,10 @@ class GatedDeltaNet:
     """Linear attention with a gated delta rule; see kernels.gdn for the recurrence."""
 
     inputs: WeightGroup  # qkv [conv_dim, D], z [n_v * d, D], alpha [n_v, D], beta [n_v, D]
-    output: WeightGroup  # [D, n_v * d]
+    output: Addition  # [D, n_v * d]
     core: GdnWeights
     norm: Tensor  # [d]
     spec: GdnSpec  # of the heads held here
-    shard: Shard
 
     @classmethod
     def load(cls, weights: Weights, name: str, D: int, spec: GdnSpec, device: torch.device,
@@ -147,7 +150,10 @@ class GatedDeltaNet:
                 Part.of(f"{name}.ssm_alpha.weight", (spec.n_v, D), heads),
                 Part.of(f"{name}.ssm_beta.weight", (spec.n_v, D), heads),
             ),
-            weights.group(device, Part.of(f"{name}.ssm_out.weight", (D, value), columns=values)),
+            Addition(
+                weights.group(device, Part.of(f"{name}.ssm_out.weight", (D, value), columns=values)),
+                WHOLE if cut.mirrored else shard,
+            ),
             GdnWeights(
                 conv=weights.vector(f"{name}.ssm_conv1d.weight", (conv, spec.conv_kernel), device, mixed),
                 dt=weights.vector(f"{name}.ssm_dt.bias", (spec.n_v,), device, heads),
@@ -155,19 +161,17 @@ class GatedDeltaNet:
             ),
             weights.vector(f"{name}.ssm_norm.weight", (spec.d,), device),
             local_spec(spec, cut),
-            WHOLE if cut.mirrored else shard,
         )
 
-    def __call__(self, n: Activation, step: Step, state: gdn.GdnState) -> Tensor:
-        """B*W prepared rows to [B*W, D]."""
+    def __call__(self, n: Activation, step: Step, state: gdn.GdnState) -> Activation:
+        """B*W prepared rows to what `output` multiplies."""
         rows = step.rows
         B, W = rows.n_batch, rows.width
         u, z, alpha, beta = (t.view(B, W, -1) for t in matmul(n, self.inputs))
         run = gdn.step if rows.tentative else gdn.chunk
         o = run(u, alpha, beta, self.core, state, rows.slots, rows.n_rows, self.spec)
         z = z.reshape(B, W, self.spec.n_v, self.spec.d)
-        (out,) = matmul(gated_norm(o, z, self.norm, self.spec.eps), self.output)
-        return self.shard.sum(out)
+        return gated_norm(o, z, self.norm, self.spec.eps)
 
 
 @dataclass
@@ -176,24 +180,24 @@ class Qwen35Block:
 
     index: int
     device: torch.device
-    attn_norm: Tensor
+    attn_norm: Norm
     mixer: GatedAttention | GatedDeltaNet
-    post_attention_norm: Tensor  # the norm before the FFN
+    post_attention_norm: Norm  # the norm before the FFN
     ffn: FeedForward
-    eps: float
 
-    def __call__(self, x: Tensor, delta: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
-        x, n = add_rms_norm(x, delta, self.attn_norm, self.eps)
-        if isinstance(self.mixer, GatedAttention):
-            kv = cache.kv[self.index]
-            assert kv is not None
-            y = self.mixer(n, step, kv)
-        else:
-            state = cache.recurrent[self.index]
-            assert state is not None
-            y = self.mixer(n, step, state)
-        x, n = add_rms_norm(x, y.view(x.shape), self.post_attention_norm, self.eps)
-        return x, self.ffn(n).view(x.shape)
+    def __call__(self, x: Tensor, n: Activation | None, step: Step, cache: Cache, after: Norm | None
+                 ) -> tuple[Tensor, Activation | None]:
+        memory = (cache.kv if isinstance(self.mixer, GatedAttention) else cache.recurrent)[self.index]
+        assert memory is not None
+        return self.run(x, n, step, memory, after)
+
+    def run(self, x: Tensor, n: Activation | None, step: Step, memory: Any, after: Norm | None
+            ) -> tuple[Tensor, Activation | None]:
+        """The block over one layer's memory: a KV, or a gated DeltaNet's state."""
+        n = entered(x, n, self.attn_norm)
+        x, inner = self.mixer.output(x, self.mixer(n, step, memory), n, self.post_attention_norm)
+        assert inner is not None
+        return self.ffn(x, inner, after)
 
 
 def load_block(weights: Weights, config: Config, i: int, device: torch.device, recurrent: GdnSpec | None,
@@ -207,11 +211,10 @@ def load_block(weights: Weights, config: Config, i: int, device: torch.device, r
         mixer = GatedAttention.load(weights, name, config, i, device, shard)
     return Qwen35Block(
         i, device,
-        weights.vector(f"{name}.attn_norm.weight", (D,), device),
+        Norm(weights.vector(f"{name}.attn_norm.weight", (D,), device), eps),
         mixer,
-        weights.vector(f"{name}.post_attention_norm.weight", (D,), device),
+        Norm(weights.vector(f"{name}.post_attention_norm.weight", (D,), device), eps),
         FeedForward.load(weights, name, D, config.feed_forward_length[i], device, shard),
-        eps,
     )
 
 
@@ -272,12 +275,8 @@ class MtpBlock:
         """embedded, hidden [B, W, D] (the token's row; the hidden row of the position before) to [B, W, D]."""
         c = torch.cat([rms_norm(embedded, self.enorm, self.eps), rms_norm(hidden, self.hnorm, self.eps)], dim=-1)
         (x,) = matmul(prepare(c.reshape(-1, c.shape[-1])), self.eh_proj)
-        x, n = add_rms_norm(x.view(embedded.shape), None, self.block.attn_norm, self.eps)
-        mixer = self.block.mixer
-        assert isinstance(mixer, GatedAttention)
-        y = mixer(n, step, kv).view(x.shape)
-        x, n = add_rms_norm(x, y, self.block.post_attention_norm, self.eps)
-        return rms_norm(x + self.block.ffn(n).view(x.shape), self.head_norm, self.eps)
+        x, _ = self.block.run(x.view(embedded.shape), None, step, kv, None)
+        return rms_norm(x, self.head_norm, self.eps)
 
     def project(self, hidden: Tensor) -> Tensor:
         """[B, W, D] to logits [B, W, V]."""

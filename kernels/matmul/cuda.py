@@ -227,6 +227,20 @@ def _launch(members: tuple[int, ...], weights: list[PackedWeight]) -> tuple[Laun
     return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, arrived, config), views
 
 
+def interleave(first: PackedWeight, second: PackedWeight, n: int) -> Launch:
+    """One launch of two weights of a type and shape, n rows of each in turn."""
+    shift, (n_rows, _) = min(first.shift, second.shift), first.shape
+    parts = {}
+    pieces = _with_shift(first, shift), _with_shift(second, shift)
+    for name, piece in pieces[0].items():
+        joined = piece.new_empty((piece.shape[0], n_rows // n, 2, n, *piece.shape[2:]))
+        for k, held in enumerate(pieces):
+            joined[:, :, k] = held[name].unflatten(1, (-1, n))
+        parts[name] = joined.flatten(1, 3)
+    both = PackedWeight(first.type_name, (2 * n_rows, first.shape[1]), first.device, parts=parts, shift=shift)
+    return _launch((0,), [both])[0]
+
+
 def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
     """One launch a type. The group's `weights` are views into the launches' arrays: drop the ones given."""
     by_type: dict[str, list[int]] = {}
@@ -245,102 +259,9 @@ def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
 # ---- multiply
 
 
-@functools.cache
-def card(index: int | None) -> tuple[int, int, int]:
-    """Multiprocessors, and the shared memory of a multiprocessor and the most one program may have."""
-    properties = torch.cuda.get_device_properties(index)
-    return (
-        properties.multi_processor_count,
-        properties.shared_memory_per_multiprocessor,
-        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-    )
-
-
-RESERVED_BYTES = 2048  # of shared memory, a program, for the driver and the compiler's own use
-
-
-def tile_and_stages(config: Config, block_bytes: int, n_tokens: int, shared: int, most: int) -> tuple[int, int]:
-    """Tokens a tile, and stages: room is left for `per_sm` programs where two stages allow it.
-
-    shared: bytes of shared memory of a multiprocessor; most: what one program may have.
-    """
-    tile = next((n for n in TOKEN_TILES if n >= n_tokens), TOKEN_TILES[-1])
-    while True:
-        for room in (min(shared // config.per_sm, most), most):
-            stages = config.n_stages(block_bytes, tile, room - RESERVED_BYTES)
-            if stages >= 2:
-                return tile, stages
-        tile //= 2
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A launch's work in equal shares: units a tile, units in all, units a program, parts a tile may be in."""
-
-    units: int
-    n_units: int
-    per_program: int
-    n_parts: int
-
-    @property
-    def n_programs(self) -> int:
-        return -(-self.n_units // self.per_program)
-
-
-@functools.cache
-def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
-    """Shares of `n_rows` (padded) rows by `n_blocks` super-blocks for about `n_programs` programs."""
-    units = -(-n_blocks // config.KW)
-    n_tiles = n_rows // config.n_rows
-    per_program = max(-(-units * n_tiles // n_programs), -(-units // (MOST_PARTS - 1)))
-    parts = max(((t + 1) * units - 1) // per_program - t * units // per_program + 1 for t in range(n_tiles))
-    return Cut(units, units * n_tiles, per_program, parts)
-
-
-def run(
-    launch: Launch, a: Activation, config: Config | None = None, pdl: bool | None = None, n_parts: int = 1
-) -> list[Tensor]:
-    """One launch of the narrow kernel: float32 [T, rows_i] for each of its weights. T: 1..NARROW_TOKENS.
-
-    pdl: start before the previous kernel has ended and read weights meanwhile (default: from capability 9.0 on).
-    n_parts: compile for at least so many parts a tile.
-    """
-    from ggufspec.kernels.matmul.gluon import narrow
-    from ggufspec.kernels.matmul.ptx import pair
-
-    config = config or launch.config
-    form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
-    n_tokens, device = a.rows.shape[0], a.rows.device
-    n_multiprocessors, *shared_bytes = card(device.index)
-    tile, stages = tile_and_stages(config, block_bytes_of(parts), n_tokens, *shared_bytes)
-    n_tiles = -(-n_tokens // tile)
-    share = cut(launch.padded_rows, launch.n_super_blocks, config, config.per_sm * n_multiprocessors)
-    n_parts = max(n_parts, share.n_parts)
-    out = torch.empty(sum(launch.n_rows) * n_tokens, dtype=torch.float32, device=device)
-    n_partial = n_tiles * launch.padded_rows * n_parts * tile if n_parts > 1 else 1
-    partial = torch.empty(n_partial, dtype=torch.float32, device=device)
-    power = launch.shift - 24
-    minimum = 2.0**power if form.scale == "half_min" else -(2.0**power)
-    pdl = capability(device.index) >= (9, 0) if pdl is None else pdl
-    assert a.scale is not None
-    narrow[(share.n_programs, n_tiles)](
-        low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
-        a.rows, a.scale, out, launch.row_start, launch.row_width, partial, launch.arrived,
-        launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
-        2.0**-power, pair(minimum), pair(-1024 * minimum),
-        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
-        KW=config.KW, WM=config.WM, MT=config.MT, ST=stages,
-        PARTS=n_parts, PDL=pdl,
-        num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    sizes = [n * n_tokens for n in launch.n_rows]
-    return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]
-
-
 def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
     """Rows [T, K] times each weight's transpose."""
-    from ggufspec.kernels.matmul import triton, wide
+    from ggufspec.kernels.matmul import narrow, triton, wide
 
     n_tokens, index = a.rows.shape[0], a.rows.device.index
     if n_tokens == 0:
@@ -350,5 +271,7 @@ def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
     out: dict[int, Tensor] = {}
     if capability(index) >= (8, 0):
         for launch in group.launches:
-            out.update(zip(launch.members, run(launch, a)))
+            out.update(zip(launch.members, narrow.run(launch, a)))
+    if len(out) < len(group.weights):
+        a = triton.finished(a)
     return tuple(out[k] if k in out else triton.multiply(a, w) for k, w in enumerate(group.weights))

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ggufspec.kernels.matmul.dialect import barrier, copy_async, reinterpret
+from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place
 from ggufspec.kernels.matmul.fragments import (
     copy_layout,
     decode_scales,
@@ -69,12 +70,14 @@ def wait_for_inputs():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
-@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias"])
+@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares"])
 def narrow(
     low, high, scale, extra, x, x_scale, out, row_start, row_width, partial, arrived,
-    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias,
+    squares, next_power, stream, weight, power, stream_out, out_side,
+    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
     KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    SQUARES: gl.constexpr, END: gl.constexpr,
 ):  # fmt: skip
     """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
 
@@ -89,6 +92,14 @@ def narrow(
     (at most PARTS) go through `partial`, and the program that arrives last (`arrived`, one counter a tile, zero before
     and after) adds them in the order of K. Nothing here depends on T, so neither does the order of a token's sums.
     PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
+
+    SQUARES > 0: the rows of x are not normed yet, see `normed_factor` (x_scale: their power). END says what becomes of
+    the products y:
+    "rows"   out, as above
+    "added"  stream + y to stream_out [T, n_out], float32; the same * weight / power to out, float16 in the arrays'
+             order, out_width a row; the sums of its squares by tile to out_side [tiles, T]
+    "silu", "gelu"  the tile's rows are pairs, see `gated`: activation(gate) * up / FIXED_SCALE to out likewise, n_out
+             columns; FIXED_SCALE to out_side [T]
     """
     M: gl.constexpr = 16 * WM * MT
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
@@ -138,6 +149,12 @@ def narrow(
     if PDL:
         release_dependents()
         wait_for_inputs()
+    LO: gl.constexpr = gl.SliceLayout(0, MMA)
+    if SQUARES:
+        factor_row = normed_factor(
+            squares, x_scale, next_power, token, T, n_squares, columns, eps, program == 0, N, SQUARES, KW * WM
+        )
+        factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
     # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
     inside = (token + n_x < T) & (k_x >= 0)
     ahead_tile, ahead_block = tile, block
@@ -180,31 +197,56 @@ def narrow(
         if (unit + 1 == stop) | (block + KW >= S):
             y = gl.sum(acc, 0)
             acc = gl.zeros([KW, M, N], gl.float32, MMA)
-            LO: gl.constexpr = gl.SliceLayout(0, MMA)
             m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
-            n = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, LO)), 0)
-            here = (token + n < T) & (m >= 0)
+            n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
+            n = gl.expand_dims(n_row, 0)
+            here = (n < T) & (m >= 0)
             first = tile * units // per_program
             n_parts = ((tile + 1) * units - 1) // per_program - first + 1
             last = n_parts == 1
             place = gl.program_id(1) * (rows // M) + tile
-            slots = partial + place * (PARTS * M * N) + (n * M + m)
+            slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)
             # asked for now, to arrive while the parts are exchanged
-            width = gl.load(row_width + tile * M + m)
-            begin = gl.load(row_start + tile * M + m)
-            factor = gl.load(x_scale + gl.minimum(token + n, T - 1)) * out_scale
+            if SQUARES:
+                factor = gl.expand_dims(factor_row, 0) * out_scale
+            else:
+                factor = gl.load(x_scale + gl.minimum(n, T - 1)) * out_scale
+            row = tile * M + m
+            if END == "rows":
+                width = gl.load(row_width + row)
+                begin = gl.load(row_start + row)
+            elif END == "added":
+                here = here & (row < n_out)
+                before = gl.load(stream + (n * n_out + row), mask=here, other=0.0)
+                gain = gl.load(weight + row, mask=row < n_out, other=0.0)
+                gain = gain / gl.load(power + n, mask=n < T, other=1.0)
             if n_parts > 1:
-                gl.store(slots + (program - first) * (M * N), y, mask=here, cache_modifier=".cg")
+                gl.store(slots + (program - first) * (M * N), y, mask=n < T, cache_modifier=".cg")
                 barrier()
                 last = gl.atomic_add(arrived + place, 1) == n_parts - 1
                 if last:
                     gl.store(arrived + place, 0)
-                    y = gl.load(slots, mask=here, other=0.0, cache_modifier=".cg")
+                    y = gl.load(slots, mask=n < T, other=0.0, cache_modifier=".cg")
                     for k in gl.static_range(1, PARTS):
-                        y += gl.load(slots + k * (M * N), mask=here & (k < n_parts), other=0.0, cache_modifier=".cg")
+                        y += gl.load(slots + k * (M * N), mask=(n < T) & (k < n_parts), other=0.0, cache_modifier=".cg")
             if last:
-                offsets = begin * (T - 1) + (tile * M + m) + (token + n) * width
-                gl.store(out + offsets, y * factor, mask=here & (width > 0))
+                y = y * factor
+                if END == "rows":
+                    gl.store(out + (begin * (T - 1) + row + n * width), y, mask=here & (width > 0))
+                elif END == "added":
+                    total = before + y
+                    gl.store(stream_out + (n * n_out + row), total, mask=here)
+                    gl.store(out + (n * out_width + row_place(row)), half(total * gain), mask=here)
+                    of_tile = gl.sum(gl.where(here, total * total, 0.0), 0)
+                    gl.store(out_side + (tile * T + n_row), of_tile, mask=n_row < T)
+                else:
+                    inner = (tile * M + m) // 16 * 8 + m % 8
+                    to = gl.where(here & (inner < n_out), n * out_width + row_place(inner), -1)
+                    to, _ = pair(to, M, N)
+                    gl.store(out + to, half(gated(y, END == "gelu", M, N) * (1.0 / FIXED_SCALE)), mask=to >= 0)
+                    if tile == 0:
+                        fixed = gl.full([N], FIXED_SCALE, gl.float32, gl.SliceLayout(0, LO))
+                        gl.store(out_side + n_row, fixed, mask=n_row < T)
         tile, block = step(tile, block, KW, S)
 
 

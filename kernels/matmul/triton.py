@@ -13,6 +13,7 @@ from torch import Tensor
 from ggufspec.kernels.matmul.repack import BLOCK, FORMS, Form, n_super_blocks
 from ggufspec.kernels.matmul.values import element_at, file_value, float_value, form_value, place_of
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight
+from ggufspec.kernels.overlap import begin, overlap
 
 ROWS, TOKENS, COLUMNS = 32, 16, 64  # a tile of `multiply`: weight rows, tokens, columns a step
 
@@ -181,6 +182,33 @@ def unpack_to(out: Tensor, weight: PackedWeight, first: int, factor: float) -> N
         out, *s.arrays, first, count, weight.shape[1], s.rows, s.row_bytes, s.unit, factor, out.shape[1],
         **s.constants, R=4, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+@triton.jit
+def finish_kernel(
+    squares, power, next_power, scale, T, n_squares, K, eps, SIZE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A token's scale from its partial sums of squares, and the power of two near its root mean square."""
+    begin(PDL)
+    t, i = tl.program_id(0), tl.arange(0, SIZE)
+    mean = tl.sum(tl.load(squares + i * T + t, i < n_squares, 0.0), 0) / K + eps
+    exponent = (((mean.to(tl.int32, bitcast=True) >> 23) - 127) >> 1) + 127
+    tl.store(next_power + t, (exponent << 23).to(tl.float32, bitcast=True))
+    tl.store(scale + t, tl.load(power + t) * tl.rsqrt(mean))
+
+
+def finished(a: Activation) -> Activation:
+    """The activation with what was left of its norm in its scale, for kernels that do not finish norms themselves."""
+    if a.norm is None:
+        return a
+    assert a.scale is not None
+    squares, scale = a.norm.squares, torch.empty_like(a.scale)
+    n, T = squares.shape
+    finish_kernel[(T,)](
+        squares, a.scale, a.norm.next_power, scale, T, n, float(a.n_columns), a.norm.eps, triton.next_power_of_2(n),
+        num_warps=1, **overlap(scale),
+    )  # fmt: skip
+    return Activation(a.rows, a.n_columns, scale)
 
 
 def multiply(a: Activation, weight: PackedWeight) -> Tensor:

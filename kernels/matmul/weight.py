@@ -53,17 +53,31 @@ class WeightGroup:
 
 
 @dataclass(frozen=True)
+class Normed:
+    """What an activation still lacks of its RMS norm: its rows are x * weight / scale, see `gluon.narrow`.
+
+    squares [P, T]: partial sums of x^2. next_power [T]: written by the first product with these rows, the power of
+    two that the rows after it are divided by.
+    """
+
+    squares: Tensor
+    next_power: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
 class Activation:
     """Rows [T, K] ready for every group with K columns.
 
     On the CPU `rows` are the float32 rows themselves. On CUDA they are float16 in the kernels' column order, each
-    row divided by the power of two in `scale` [T] that keeps it in range. Rows of wide batches are all divided by one
-    number, which the host knows: `fixed`, instead of `scale`.
+    row divided by the power of two in `scale` [T] that keeps it in range; with `norm`, what is left of their norm.
+    Rows of wide batches are all divided by one number, which the host knows: `fixed`, instead of `scale`.
     """
 
     rows: Tensor
     n_columns: int
     scale: Tensor | None = None
+    norm: Normed | None = None
     fixed: float | None = None
 
 

@@ -172,7 +172,8 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
 
 
 def test_a_cut_covers_every_unit_once_in_order():
-    from ggufspec.kernels.matmul.cuda import MOST_PARTS, Config, cut
+    from ggufspec.kernels.matmul.cuda import MOST_PARTS, Config
+    from ggufspec.kernels.matmul.narrow import cut
 
     for rows, blocks, n_programs in ((34816, 20, 264), (5120, 68, 528), (128, 20, 264), (128, 1, 264), (640, 24, 8)):
         for config in (Config(), Config(MT=1), Config(KW=2, WM=2)):
@@ -186,7 +187,8 @@ def test_a_cut_covers_every_unit_once_in_order():
 
 
 def test_stages_fit_the_shared_memory_of_small_and_large_cards():
-    from ggufspec.kernels.matmul.cuda import Config, config_for, tile_and_stages
+    from ggufspec.kernels.matmul.cuda import Config, config_for
+    from ggufspec.kernels.matmul.narrow import tile_and_stages
 
     for shared, most in ((100 << 10, 99 << 10), (164 << 10, 163 << 10), (228 << 10, 227 << 10)):
         for type_name, form in repack.FORMS.items():

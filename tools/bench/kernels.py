@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ggufspec.errors import ConfigError, UnsupportedError
 from ggufspec.kernels import tune as tuned
-from ggufspec.kernels.matmul import cuda, repack
+from ggufspec.kernels.matmul import cuda, narrow, repack
 from ggufspec.kernels.matmul.cuda import Config, Launch
 from ggufspec.kernels.matmul.triton import prepare
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight
@@ -109,12 +109,12 @@ def activation(n_tokens: int, columns: int) -> Activation:
 
 
 def time_launches(launches: list[Launch], a: Activation, config: Config, pdl: bool | None = None) -> float:
-    return graph_time_us([lambda launch=launch: cuda.run(launch, a, config, pdl) for launch in launches])
+    return graph_time_us([lambda launch=launch: narrow.run(launch, a, config=config, pdl=pdl) for launch in launches])
 
 
 def candidates(type_name: str) -> list[Config]:
     """Configs worth trying: 8 to 24 warps on a multiprocessor, and stages that fill its shared memory."""
-    _, shared, most = cuda.card(torch.cuda.current_device())
+    _, shared, most = narrow.card(torch.cuda.current_device())
     layout = layouts.BY_NAME[type_name]
     block_bytes = layout.n_bytes * repack.BLOCK // layout.n_elements
     out = []
@@ -122,7 +122,7 @@ def candidates(type_name: str) -> list[Config]:
         config = Config(WM=WM, MT=MT, ST=ST, per_sm=per_sm)
         if not (64 <= config.n_rows <= cuda.ROW_MULTIPLE and 8 <= WM * per_sm <= (16 if MT == 2 else 24)):
             continue
-        fits = cuda.tile_and_stages(config, block_bytes, 8, shared, most)[1]
+        fits = narrow.tile_and_stages(config, block_bytes, 8, shared, most)[1]
         if fits == ST and ST * (config.n_rows * block_bytes + 8 * 512) * per_sm >= shared // 3:
             out.append(config)
     return out
@@ -133,7 +133,7 @@ def _compile(job: tuple[str, Config, int]) -> str | None:
     type_name, config, n_parts = job
     try:
         launch = cuda.fuse((random_weight(type_name, cuda.ROW_MULTIPLE, repack.BLOCK),)).launches[0]
-        cuda.run(launch, activation(1, repack.BLOCK), config, n_parts=n_parts)
+        narrow.run(launch, activation(1, repack.BLOCK), config=config, n_parts=n_parts)
         torch.cuda.synchronize()
     except Exception as error:  # a config the card has no room for is left out of the search
         return f"{type(error).__name__}: {str(error)[:200]}"
@@ -151,8 +151,8 @@ def search(types: tuple[str, ...], n_workers: int, widths: tuple[int, ...] = (1,
 
     def job(type_name: str, n_rows: int, columns: int, config: Config) -> tuple[str, Config, int]:
         padded = -(-n_rows // cuda.ROW_MULTIPLE) * cuda.ROW_MULTIPLE
-        n_programs = config.per_sm * cuda.card(torch.cuda.current_device())[0]
-        return type_name, config, cuda.cut(padded, repack.n_super_blocks(columns), config, n_programs).n_parts
+        n_programs = config.per_sm * narrow.card(torch.cuda.current_device())[0]
+        return type_name, config, narrow.cut(padded, repack.n_super_blocks(columns), config, n_programs).n_parts
 
     jobs = sorted({job(t, *shape, c) for t in types for shape in SHAPES[t].values() for c in candidates(t)}, key=str)
     failed = {key: why for key, why in compile_all(jobs, n_workers).items() if why}
@@ -175,7 +175,7 @@ def search(types: tuple[str, ...], n_workers: int, widths: tuple[int, ...] = (1,
 
 def time_chain(launches: list[Launch], x: torch.Tensor, config: Config) -> float:
     """Microseconds of an input's preparation and the product, as a model runs them: one after the other."""
-    return graph_time_us([lambda launch=launch: cuda.run(launch, prepare(x), config) for launch in launches])
+    return graph_time_us([lambda launch=launch: narrow.run(launch, prepare(x), config=config) for launch in launches])
 
 
 def measure(types: tuple[str, ...], widths: tuple[int, ...], copy_gb_s: float) -> list[dict]:

@@ -1,0 +1,177 @@
+"""The narrow product's launches: how a launch's work is cut, and what follows the sums in the same kernel.
+
+    run(launch, a)                                  products, float32, one tensor a weight
+    run_added(launch, a, stream, weight, before)    stream + product, and that as the next product's normed input
+    run_gated(launch, a, gelu)                      activation(gate) * up of a launch of `cuda.pair_rows`, prepared
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ggufspec.kernels.matmul import repack
+from ggufspec.kernels.matmul.cuda import MOST_PARTS, TOKEN_TILES, Config, Launch, block_bytes_of, capability
+from ggufspec.kernels.matmul.weight import Activation, Normed
+
+
+@functools.cache
+def card(index: int | None) -> tuple[int, int, int]:
+    """Multiprocessors, and the shared memory of a multiprocessor and the most one program may have."""
+    properties = torch.cuda.get_device_properties(index)
+    return (
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+    )
+
+
+RESERVED_BYTES = 2048  # of shared memory, a program, for the driver and the compiler's own use
+
+
+def tile_and_stages(config: Config, block_bytes: int, n_tokens: int, shared: int, most: int) -> tuple[int, int]:
+    """Tokens a tile, and stages: room is left for `per_sm` programs where two stages allow it.
+
+    shared: bytes of shared memory of a multiprocessor; most: what one program may have.
+    """
+    tile = next((n for n in TOKEN_TILES if n >= n_tokens), TOKEN_TILES[-1])
+    while True:
+        for room in (min(shared // config.per_sm, most), most):
+            stages = config.n_stages(block_bytes, tile, room - RESERVED_BYTES)
+            if stages >= 2:
+                return tile, stages
+        tile //= 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A launch's work in equal shares: units a tile, units in all, units a program, parts a tile may be in."""
+
+    units: int
+    n_units: int
+    per_program: int
+    n_parts: int
+
+    @property
+    def n_programs(self) -> int:
+        return -(-self.n_units // self.per_program)
+
+
+@functools.cache
+def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
+    """Shares of `n_rows` (padded) rows by `n_blocks` super-blocks for about `n_programs` programs."""
+    units = -(-n_blocks // config.KW)
+    n_tiles = n_rows // config.n_rows
+    per_program = max(-(-units * n_tiles // n_programs), -(-units // (MOST_PARTS - 1)))
+    parts = max(((t + 1) * units - 1) // per_program - t * units // per_program + 1 for t in range(n_tiles))
+    return Cut(units, units * n_tiles, per_program, parts)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What follows a tile's sums, see `gluon.narrow`: its name, tensors and sizes in the kernel's order."""
+
+    name: str
+    out: Tensor
+    stream: Tensor
+    weight: Tensor
+    power: Tensor
+    stream_out: Tensor
+    side: Tensor
+    n_out: int = 0
+    out_width: int = 0
+
+
+def launch_narrow(
+    launch: Launch, a: Activation, end: Ending, config: Config, share: Cut, shape: tuple[int, int, int], pdl: bool
+) -> None:
+    """Launch the kernel. shape: tokens a tile, stages, parts a tile may be in."""
+    from ggufspec.kernels.matmul.gluon import narrow
+    from ggufspec.kernels.matmul.ptx import pair
+
+    form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
+    tile, stages, n_parts = shape
+    n_tokens = a.rows.shape[0]
+    n_tiles = -(-n_tokens // tile)
+    n_partial = n_tiles * launch.padded_rows * n_parts * tile if n_parts > 1 else 1
+    partial = torch.empty(n_partial, dtype=torch.float32, device=a.rows.device)
+    power = launch.shift - 24
+    minimum = 2.0**power if form.scale == "half_min" else -(2.0**power)
+    assert a.scale is not None
+    norm = a.norm
+    n_squares = 0 if norm is None else norm.squares.shape[0]
+    squares, next_power, eps = (a.scale, a.scale, 0.0) if norm is None else (norm.squares, norm.next_power, norm.eps)
+    narrow[(share.n_programs, n_tiles)](
+        low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
+        a.rows, a.scale, end.out, launch.row_start, launch.row_width, partial, launch.arrived,
+        squares, next_power, end.stream, end.weight, end.power, end.stream_out, end.side,
+        launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
+        2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares, float(a.n_columns), eps, end.n_out, end.out_width,
+        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
+        KW=config.KW, WM=config.WM, MT=config.MT, ST=stages, PARTS=n_parts, PDL=pdl,
+        SQUARES=max(32, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name,
+        num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@functools.cache
+def plan(
+    index: int | None, rows: int, n_blocks: int, block_bytes: int, n_tokens: int, config: Config
+) -> tuple[Cut, int, int]:
+    """How a launch is cut on a card: its shares, tokens a tile, stages."""
+    n_multiprocessors, *shared_bytes = card(index)
+    tile, stages = tile_and_stages(config, block_bytes, n_tokens, *shared_bytes)
+    return cut(rows, n_blocks, config, config.per_sm * n_multiprocessors), tile, stages
+
+
+def start(
+    launch: Launch, a: Activation, end: Ending, config: Config | None = None, pdl: bool | None = None, n_parts: int = 1
+) -> None:
+    """pdl: start before the previous kernel has ended and read weights meanwhile (default: from capability 9.0 on).
+
+    n_parts: compile for at least so many parts a tile.
+    """
+    config, index = config or launch.config, a.rows.device.index
+    share, tile, stages = plan(
+        index, launch.padded_rows, launch.n_super_blocks, block_bytes_of(launch.parts), a.rows.shape[0], config
+    )
+    pdl = capability(index) >= (9, 0) if pdl is None else pdl
+    launch_narrow(launch, a, end, config, share, (tile, stages, max(n_parts, share.n_parts)), pdl)
+
+
+def run(launch: Launch, a: Activation, **choices: Any) -> list[Tensor]:
+    """Float32 [T, rows_i] for each of the launch's weights. T: 1..NARROW_TOKENS. choices: as of `start`."""
+    n_tokens = a.rows.shape[0]
+    assert a.scale is not None
+    out = torch.empty(sum(launch.n_rows) * n_tokens, dtype=torch.float32, device=a.rows.device)
+    start(launch, a, Ending("rows", out, a.scale, a.scale, a.scale, a.scale, a.scale), **choices)
+    sizes = [n * n_tokens for n in launch.n_rows]
+    return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]
+
+
+def run_added(
+    launch: Launch, a: Activation, stream: Tensor, weight: Tensor, eps: float, power: Tensor, **choices: Any
+) -> tuple[Tensor, Activation]:
+    """stream [T, D] + the product, and that times weight / power [T] as the input of a product yet to be normed."""
+    n_tokens, D = stream.shape
+    width = repack.n_super_blocks(D) * repack.BLOCK
+    total = torch.empty_like(stream)
+    rows = (torch.empty if width == D else torch.zeros)((n_tokens, width), dtype=torch.float16, device=stream.device)
+    n_tiles = launch.padded_rows // (choices.get("config") or launch.config).n_rows
+    squares = torch.empty((n_tiles, n_tokens), dtype=torch.float32, device=stream.device)
+    start(launch, a, Ending("added", rows, stream, weight, power, total, squares, D, width), **choices)
+    return total, Activation(rows, D, power, Normed(squares, torch.empty_like(power), eps))
+
+
+def run_gated(launch: Launch, a: Activation, gelu: bool, **choices: Any) -> Activation:
+    """activation(gate) * up of a launch of pairs: prepared rows."""
+    n_tokens, F = a.rows.shape[0], launch.n_rows[0] // 2
+    width = repack.n_super_blocks(F) * repack.BLOCK
+    rows = (torch.empty if width == F else torch.zeros)((n_tokens, width), dtype=torch.float16, device=a.rows.device)
+    scale = torch.empty(n_tokens, dtype=torch.float32, device=a.rows.device)
+    end = Ending("gelu" if gelu else "silu", rows, scale, scale, scale, scale, scale, F, width)
+    start(launch, a, end, **choices)
+    return Activation(rows, F, scale)
