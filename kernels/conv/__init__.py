@@ -5,8 +5,9 @@ from types import ModuleType
 from torch import Tensor
 
 from ggufspec.kernels.conv import plain
+from ggufspec.kernels.matmul import Activation
 
-__all__ = ["dynamic_conv"]
+__all__ = ["add_conv_norm", "dynamic_conv", "prepared_conv"]
 
 
 def room(x: Tensor) -> ModuleType:
@@ -26,3 +27,15 @@ def dynamic_conv(h: Tensor, dyn: Tensor, base: Tensor, side: int) -> Tensor:
     side 0 before the mixer or FFN, 1 after it. Returns [B, T, D].
     """
     return room(h).dynamic_conv(h, dyn, base, side)
+
+
+def prepared_conv(h: Tensor, dyn: Tensor, base: Tensor, side: int) -> Activation:
+    """`dynamic_conv`, prepared: B*T rows."""
+    return room(h).prepared_conv(h, dyn, base, side)
+
+
+def add_conv_norm(
+    x: Tensor, h: Tensor, dyn: Tensor, base: Tensor, side: int, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Activation]:
+    """x [B, T, D] plus `dynamic_conv` of h, rms_norm (weight [D]) of the sum, and that prepared."""
+    return room(h).add_conv_norm(x, h, dyn, base, side, weight, eps)

@@ -22,7 +22,7 @@ KERNELS = {
     "attend_kernel", "combine_kernel", "inputs_kernel", "recurrence_kernel", "inverse_kernel", "scan_kernel",
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
-    "pair_input_kernel",
+    "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",
 }  # fmt: skip
 
 
@@ -83,4 +83,7 @@ def selection() -> None:
     select_triton.top_k(x, 16)
     select_triton.walk(torch.zeros(1, 7, 16, dtype=torch.int64), torch.zeros(1, 7, 16), torch.zeros(1, 7, 256),
                        torch.zeros(1, 97, 256), torch.zeros(1, 7, 16, 256))  # fmt: skip
-    conv_triton.dynamic_conv(torch.zeros(1, 8, 5120), torch.zeros(1, 8, 2, 2, 320), torch.zeros(2, 2, 5120), 1)
+    h, dyn, base = torch.zeros(1, 8, 5120), torch.zeros(1, 8, 2, 2, 320), torch.zeros(2, 2, 5120)
+    conv_triton.dynamic_conv(h, dyn, base, 1)
+    conv_triton.prepared_conv(h, dyn, base, 0)
+    conv_triton.add_conv_norm(h, h, dyn, base, 1, torch.zeros(5120), 1e-6)

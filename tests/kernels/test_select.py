@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ggufspec.kernels import select
-from ggufspec.kernels.conv import dynamic_conv
+from ggufspec.kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
+from ggufspec.kernels.norm import rms_norm
 
 
 def test_argmax_takes_the_first_maximum():
@@ -99,4 +100,10 @@ def test_dynamic_conv(T, side):
             for c in range(D):
                 weight = base[side, tap, c].double() + dyn[:, t, side, tap, c // (D // G)].double()
                 expected[:, t, c] += weight * h[:, t - tap, c].double()
-    assert torch.allclose(dynamic_conv(h, dyn, base, side).double(), expected, atol=1e-5)
+    out = dynamic_conv(h, dyn, base, side)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+    assert torch.equal(prepared_conv(h, dyn, base, side).rows, out.view(B * T, D))
+    x, weight = torch.randn(B, T, D, generator=g), torch.randn(D, generator=g)
+    total, normed, a = add_conv_norm(x, h, dyn, base, side, weight, 1e-6)
+    assert torch.equal(total, x + out) and torch.equal(normed, rms_norm(total, weight, 1e-6))
+    assert torch.equal(a.rows, normed.view(B * T, D))
