@@ -5,8 +5,8 @@ down, SSM output) give each rank a part of the sum, which `Shard.sum` adds up in
 not depend on how many rows a step has. What cannot be cut into whole units for every rank is mirrored: each rank
 computes all of it.
 
-Sums of a step's few rows go through memory that all ranks map where the cards allow it (see kernels.peer and peers), and
-are left undone until the next norm, which does them on the way: `later` and `add_rms_norm`.
+Sums of a step's few rows go through memory that all ranks map, where the cards allow it (see kernels.peer and peers),
+and are left undone until the next norm, which does them on the way: `later` and `add_rms_norm`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from .engine import Inbox
 from .errors import PlacementError
+from .kernels.peer import Link
 from .parallel import Shard, check_group
+from .peers import connect
 
 WATCH_SECONDS = 0.5
 PATIENCE = datetime.timedelta(days=365)  # an idle server waits for requests inside a collective
@@ -41,10 +43,11 @@ class Ranks:
     device: torch.device
     devices: Any  # group for sums and joins between devices
     host: Any  # group for requests and checks
+    link: Link | None = None  # memory that all ranks map, for the sums of a step's few rows
 
     @property
     def shard(self) -> Shard:
-        return Shard(self.rank, self.shares, self.devices)
+        return Shard(self.rank, self.shares, self.devices, self.link)
 
     def share(self, inbox: Inbox) -> Inbox:
         """Rank 0's inbox on every rank (`engine.Link`). Jobs travel by value, so ids agree everywhere."""
@@ -78,6 +81,7 @@ def join(rank: int, shares: tuple[float, ...], device: torch.device) -> Ranks:
     host = dist.new_group(backend="gloo", timeout=PATIENCE) if backend != "gloo" else devices
     ranks = Ranks(rank, shares, device, devices, host)
     check_group(ranks.shard)
+    ranks.link = connect(rank, len(shares), device, host)
     return ranks
 
 
