@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.matmul.cuda import NARROW_TOKENS
 from ggufspec.kernels.matmul.weight import Activation
 from ggufspec.kernels.overlap import begin, overlap, release, wait
 from ggufspec.kernels.prepared.triton import Target, whole_row, write_piece, write_row
@@ -59,8 +60,8 @@ def conv_input_kernel(
 @triton.jit
 def conv_norm_kernel(
     x_ptr, h_ptr, dyn_ptr, base_ptr, weight_ptr, total_ptr, normed_ptr, rows_ptr, scale_ptr, T, D, eps,
-    GROUP: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr, FIXED: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row): x + the convolution of h, and its norm, both as it is and into a matmul's input."""
     release(PDL)
@@ -74,7 +75,7 @@ def conv_norm_kernel(
     tl.store(total_ptr + at * D + c, x, mask)
     v = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
     tl.store(normed_ptr + at * D + c, v, mask)
-    write_row(v, at, rows_ptr, scale_ptr, WIDTH, SIZE)
+    write_row(v, at, rows_ptr, scale_ptr, FIXED, WIDTH, SIZE)
 
 
 def dynamic_conv(h: Tensor, dyn: Tensor, base: Tensor, side: int) -> Tensor:
@@ -107,6 +108,6 @@ def add_conv_norm(
     total, normed = (torch.empty(B, T, D, dtype=torch.float32, device=h.device) for _ in range(2))
     conv_norm_kernel[(B * T,)](
         x.contiguous(), h.contiguous(), dyn.contiguous(), base.contiguous(), weight, total, normed, to.rows, to.scale,
-        T, D, eps, GROUP=D // G, SIDE=side, K=K, **whole_row(to.width), **overlap(h),
+        T, D, eps, GROUP=D // G, SIDE=side, K=K, FIXED=B * T > NARROW_TOKENS, **whole_row(to.width), **overlap(h),
     )  # fmt: skip
     return total, normed, to.activation
