@@ -30,6 +30,8 @@ MOST_PARTS = 8  # a tile's parts cross memory and are added at its end: few tile
 class Config:
     """How the narrow kernel cuts a launch; see `gluon.narrow`. per_sm: programs a multiprocessor runs at once.
 
+    whole: programs take whole tiles. Some then have more work than others, which costs little while memory is the
+    limit, and no parts are exchanged.
     Never a function of the number of tokens: the order of sums follows from it.
     """
 
@@ -38,6 +40,7 @@ class Config:
     MT: int = 2
     ST: int = 3
     per_sm: int = 2
+    whole: bool = False
 
     @property
     def n_rows(self) -> int:

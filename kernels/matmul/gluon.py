@@ -87,10 +87,11 @@ def narrow(
     order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
     row's weight and that weight's number of rows (0: a padding row).
 
-    A tile has M = 16 WM MT rows, a unit KW of its `units` runs of super-blocks; a program takes units
-    [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile's parts
-    (at most PARTS) go through `partial`, and the program that arrives last (`arrived`, one counter a tile, zero before
-    and after) adds them in the order of K. Nothing here depends on T, so neither does the order of a token's sums.
+    A tile has M = 16 WM MT rows, a unit KW of its `units` runs of super-blocks. PARTS = 1: a program takes whole tiles,
+    as many as the others or one more. Else it takes units [per_program * i, per_program * (i + 1)) of n_units in all,
+    so its end can fall inside a tile. Such a tile's parts (at most PARTS) go through `partial`, and the program that
+    arrives last (`arrived`, one counter a tile, zero before and after) adds them in the order of K. Nothing here
+    depends on T, so neither does the order of a token's sums.
     PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
 
     SQUARES > 0: the rows of x are not normed yet, see `normed_factor` (x_scale: their power). END says what becomes of
@@ -111,8 +112,12 @@ def narrow(
     H: gl.constexpr = 8 * HIGH if HIGH else 8
     program = gl.program_id(0)
     token = gl.program_id(1) * N
-    start = program * per_program
-    stop = gl.minimum(start + per_program, n_units)
+    if PARTS > 1:
+        start = program * per_program
+        stop = gl.minimum(start + per_program, n_units)
+    else:
+        start = program * (rows // M) // gl.num_programs(0) * units
+        stop = (program + 1) * (rows // M) // gl.num_programs(0) * units
 
     LCW: gl.constexpr = copy_layout(KW, WM, MT, W, 4)
     LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
@@ -201,8 +206,11 @@ def narrow(
             n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
             n = gl.expand_dims(n_row, 0)
             here = (n < T) & (m >= 0)
-            first = tile * units // per_program
-            n_parts = ((tile + 1) * units - 1) // per_program - first + 1
+            if PARTS > 1:
+                first = tile * units // per_program
+                n_parts = ((tile + 1) * units - 1) // per_program - first + 1
+            else:
+                first, n_parts = program, 1
             last = n_parts == 1
             place = gl.program_id(1) * (rows // M) + tile
             slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)

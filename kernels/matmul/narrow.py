@@ -47,16 +47,14 @@ def tile_and_stages(config: Config, block_bytes: int, n_tokens: int, shared: int
 
 @dataclass(frozen=True)
 class Cut:
-    """A launch's work in equal shares: units a tile, units in all, units a program, parts a tile may be in."""
+    """A launch's work in shares: units a tile, units in all, units a program, parts a tile may be in (1: none is cut,
+    and programs take whole tiles, as evenly as these allow)."""
 
     units: int
     n_units: int
     per_program: int
     n_parts: int
-
-    @property
-    def n_programs(self) -> int:
-        return -(-self.n_units // self.per_program)
+    n_programs: int
 
 
 @functools.cache
@@ -64,9 +62,12 @@ def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
     """Shares of `n_rows` (padded) rows by `n_blocks` super-blocks for about `n_programs` programs."""
     units = -(-n_blocks // config.KW)
     n_tiles = n_rows // config.n_rows
+    if config.whole:
+        return Cut(units, units * n_tiles, units, 1, min(n_tiles, n_programs))
     per_program = max(-(-units * n_tiles // n_programs), -(-units // (MOST_PARTS - 1)))
     parts = max(((t + 1) * units - 1) // per_program - t * units // per_program + 1 for t in range(n_tiles))
-    return Cut(units, units * n_tiles, per_program, parts)
+    # the kernel takes one part to mean that programs hold whole tiles
+    return Cut(units, units * n_tiles, per_program, max(parts, 2), -(-units * n_tiles // per_program))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The kernels' arrays: lossless, laid out as documented, decoded rightly by the kernels' own PTX, run here."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,8 +179,12 @@ def test_a_cut_covers_every_unit_once_in_order():
     for rows, blocks, n_programs in ((34816, 20, 264), (5120, 68, 528), (128, 20, 264), (128, 1, 264), (640, 24, 8)):
         for config in (Config(), Config(MT=1), Config(KW=2, WM=2)):
             c = cut(rows, blocks, config, n_programs)
+            n_tiles = rows // config.n_rows
             assert c.units * config.KW >= blocks > (c.units - 1) * config.KW
-            assert c.n_units == c.units * (rows // config.n_rows)
+            assert c.n_units == c.units * n_tiles
+            whole = cut(rows, blocks, replace(config, whole=True), n_programs)
+            assert whole.n_parts == 1 and 1 <= whole.n_programs <= min(n_tiles, n_programs)
+            assert c.n_parts > 1
             assert 0 <= c.n_programs * c.per_program - c.n_units < c.per_program
             programs = [{u // c.per_program for u in range(t * c.units, (t + 1) * c.units)} for t in range(3)]
             programs = [p for p, first in zip(programs, range(0, c.n_units, c.units)) if first < c.n_units]
