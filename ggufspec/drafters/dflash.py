@@ -16,18 +16,20 @@ from torch import Tensor
 
 from ..kernels import kv
 from ..kernels.attention import AttentionSpec, attend
-from ..kernels.conv import dynamic_conv
-from ..kernels.kv import KV
-from ..kernels.matmul import PackedWeight, WeightGroup, fuse, gather, matmul, prepare
-from ..kernels.norm import add_rms_norm, geglu, rms_norm, swiglu
-from ..kernels.rope import rotate
+from ..kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
+from ..kernels.fused import GatedPair, gated
+from ..kernels.kv import KV, norm_rope_store, store_raw
+from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, gather, matmul, prepare
+from ..kernels.norm import rms_norm
+from ..kernels.prepared import add_rms_norm_kept
 from ..kernels.select import argmax
-from ..models.base import Head, Step
+from ..models.base import Head, Norm, Step
+from ..models.layers import Addition, entered
 from ..rows import Rows
-from ..weights import Weights
+from ..weights import Part, Weights
 from . import Draft, DraftOptions, check_cells, limit
 from .dflash_config import DFlashConfig, read_dflash_config
-from .scores import first_share
+from .scores import first_share, head_logits
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -43,33 +45,45 @@ class Conv:
     base: Tensor  # [2, K, D]
     projection: WeightGroup  # [2 * K * G, D]: the part that depends on the normed input, G groups of channels
 
-    def kernels(self, a: Tensor) -> Tensor:
-        """a [B, T, D], the sub-layer's normed input, to [B, T, 2, K, G]: used for both sides."""
-        (dyn,) = matmul(prepare(a.reshape(-1, a.shape[-1])), self.projection)
-        return dyn.view(*a.shape[:2], 2, self.base.shape[1], -1)
-
-    def __call__(self, h: Tensor, dyn: Tensor, side: int) -> Tensor:
-        return dynamic_conv(h, dyn, self.base, side)
+    def kernels(self, n: Activation, shape: tuple[int, int]) -> Tensor:
+        """The sub-layer's normed input, B*T prepared rows, to [B, T, 2, K, G]: used for both sides."""
+        (dyn,) = matmul(n, self.projection)
+        return dyn.view(*shape, 2, self.base.shape[1], -1)
 
 
 @dataclass
 class Layer:
     """One block of the backbone. Optional parts are None where the file has none."""
 
-    attn_norm: Tensor
+    attn_norm: Norm
     qkv: WeightGroup  # q, k and, where the file has it, v
     q_norm: Tensor
     k_norm: Tensor
-    output: WeightGroup
-    post_attention_norm: Tensor | None
-    ffn_norm: Tensor
-    gate_up: WeightGroup
-    down: WeightGroup
-    post_ffw_norm: Tensor | None
+    output: Addition
+    ffn_norm: Norm
+    gate_up: GatedPair
+    down: Addition
     output_scale: Tensor | None
     attn_conv: Conv | None
     ffn_conv: Conv | None
     attention: AttentionSpec
+
+
+@dataclass
+class Stream:
+    """The residual stream x [B, T, D] and the next norm of it: prepared, and as it is where a convolution needs it."""
+
+    x: Tensor
+    n: Activation
+    normed: Tensor | None
+
+
+@dataclass
+class Block:
+    """A block's result."""
+
+    x: Tensor  # [B, T, D], the stream after the last layer
+    n: Activation  # the final norm's B*T prepared rows
 
 
 @dataclass
@@ -79,90 +93,127 @@ class Backbone:
     config: DFlashConfig
     device: torch.device
     fc: WeightGroup  # [D, m * D]
-    hidden_norm: Tensor  # after fc
+    hidden_norm: Norm  # after fc
     injection: WeightGroup  # k and v of every layer: they share the fused features as input
     layers: Sequence[Layer]
-    output_norm: Tensor
+    output_norm: Norm
     embedding: PackedWeight  # [V, D]
     head: Head  # of Vd rows
     d2t: Tensor | None  # [Vd] int64: target ids of a reduced draft vocabulary
 
-    def keys_values(self, parts: Sequence[Tensor], layer: Layer, step: Step) -> tuple[Tensor, Tensor]:
-        """Raw projections [B*W, KV*hd] of one layer to rotated K and V [B, W, KV, hd]; no V: normed raw K."""
+    def keys_values(self, parts: Sequence[Tensor], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Projections [B*W, KV*hd] of one layer to raw K and V [B, W, KV, hd]; no V: normed raw K."""
         common = self.config.common
-        eps, shape = common.layer_norm_rms_epsilon, (*step.positions.shape, -1)
-        raw = parts[0].view(*shape, common.key_length)
-        cos, sin = step.rope(self.config.rope)
-        k = rotate(rms_norm(raw, layer.k_norm, eps), cos, sin, self.config.rope)
+        k = parts[0].view(*shape, -1, common.key_length)
         if len(parts) > 1:
-            return k, parts[1].view(*shape, common.value_length)
-        return k, rms_norm(raw, torch.ones_like(layer.k_norm), eps)
+            return k, parts[1].view(*shape, -1, common.value_length)
+        return k, rms_norm(k, torch.ones(k.shape[-1], device=k.device), common.layer_norm_rms_epsilon)
 
     def inject(self, features: Tensor, rows: Rows, kvs: Sequence[KV]) -> None:
         """features [B, W, m*D] of all rows into every layer's cache."""
-        eps = self.config.common.layer_norm_rms_epsilon
+        eps, rope = self.config.common.layer_norm_rms_epsilon, self.config.rope
         step = Step.of(rows)
         (fused,) = matmul(prepare(features.reshape(-1, features.shape[-1])), self.fc)
-        parts = matmul(prepare(rms_norm(fused, self.hidden_norm, eps)), self.injection)
+        parts = matmul(entered(fused, None, self.hidden_norm), self.injection)
         per_layer = len(parts) // len(self.layers)
+        turn = (*step.rope(rope), rope)
         for i, (layer, own) in enumerate(zip(self.layers, kvs)):
-            k, v = self.keys_values(parts[i * per_layer : (i + 1) * per_layer], layer, step)
-            kv.store(own, k, v, rows.slots, storable(own, rows, step.store_positions))
+            k, v = self.keys_values(parts[i * per_layer : (i + 1) * per_layer], (rows.n_batch, rows.width))
+            positions = storable(own, rows, step.store_positions)
+            store_raw(own, k, v, rows.slots, positions, (layer.k_norm, eps), turn)
 
-    def block(self, rows: Rows, kvs: Sequence[KV]) -> Tensor:
-        """The noise block's tokens through all layers: [B, T, D] after the final norm."""
-        config, eps = self.config, self.config.common.layer_norm_rms_epsilon
-        B, T = rows.tokens.shape
+    def block(self, rows: Rows, kvs: Sequence[KV]) -> Block:
+        """The noise block's tokens [B, T] through all layers."""
+        scale = self.config.embedding_scale
         step = Step.of(rows)
         x = gather(self.embedding, rows.tokens.reshape(-1).to(self.embedding.device)).to(self.device)
-        x = (x * config.embedding_scale).view(B, T, -1)
-        for layer, own in zip(self.layers, kvs):
-            x = self._layer(x, layer, own, step)
-        return rms_norm(x, self.output_norm, eps)
+        x = (x if scale == 1.0 else x * scale).view(rows.n_batch, rows.width, -1)
+        stream = self.begin(x, self.layers[0].attn_norm, self.layers[0].attn_conv)
+        for i, (layer, own) in enumerate(zip(self.layers, kvs)):
+            following = self.layers[i + 1] if i + 1 < len(self.layers) else None
+            after = self.output_norm if following is None else following.attn_norm
+            stream = self._attention(stream, layer, own, step)
+            stream = self._ffn(stream, layer, after, None if following is None else following.attn_conv)
+        return Block(stream.x, stream.n)
 
-    def _layer(self, x: Tensor, layer: Layer, own: KV, step: Step) -> Tensor:
-        config, common, rows = self.config, self.config.common, step.rows
-        eps, batch = common.layer_norm_rms_epsilon, (x.shape[0], x.shape[1])
-        a = rms_norm(x, layer.attn_norm, eps)
-        if layer.attn_conv is not None:
-            dyn = layer.attn_conv.kernels(a)
-            a = layer.attn_conv(a, dyn, 0)
-        q, *rest = matmul(prepare(a.reshape(-1, a.shape[-1])), layer.qkv)
-        cos, sin = step.rope(config.rope)
-        q = rms_norm(q.view(*batch, -1, common.key_length), layer.q_norm, eps)
-        k, v = self.keys_values(rest, layer, step)
-        kv.store(own, k, v, rows.slots, step.store_positions)
-        q = rotate(q, cos, sin, config.rope)
-        o = attend(q, own, rows.slots, rows.n_past, rows.n_rows, layer.attention)
-        (o,) = matmul(prepare(o.reshape(batch[0] * batch[1], -1)), layer.output)
-        o = o.view(x.shape) * config.value_scale
-        if layer.attn_conv is not None:
-            o = layer.attn_conv(o, dyn, 1)
-        if layer.post_attention_norm is not None:
-            o = rms_norm(o, layer.post_attention_norm, eps)
-        x1, b = add_rms_norm(x, o, layer.ffn_norm, eps)
-        if layer.ffn_conv is not None:
-            dyn = layer.ffn_conv.kernels(b)
-            b = layer.ffn_conv(b, dyn, 0)
-        gate, up = matmul(prepare(b.reshape(-1, b.shape[-1])), layer.gate_up)
-        activation = swiglu if config.activation == "silu" else geglu
-        (y,) = matmul(prepare(activation(gate, up)), layer.down)
+    def begin(self, x: Tensor, norm: Norm, conv: Conv | None) -> Stream:
+        """A stream whose norm no product has made; conv: of the sub-layer to come."""
+        if conv is None:
+            return Stream(x, entered(x, None, norm), None)
+        _, normed, n = add_rms_norm_kept(x, None, norm.weight, norm.eps)
+        return Stream(x, n, normed)
+
+    def _attention(self, stream: Stream, layer: Layer, own: KV, step: Step) -> Stream:
+        config, rows = self.config, step.rows
+        eps, shape = config.common.layer_norm_rms_epsilon, (rows.n_batch, rows.width)
+        n, dyn = self.mixed(stream, layer.attn_conv)
+        q, *rest = matmul(n, layer.qkv)
+        k, v = self.keys_values(rest, shape)
+        q = q.view(*shape, -1, config.common.key_length)
+        norms, turn = (layer.q_norm, layer.k_norm, eps), (*step.rope(config.rope), config.rope)
+        q = norm_rope_store(own, q, k, v, rows.slots, step.store_positions, norms, turn)
+        o = attend(q, own, rows.slots, rows.n_past, rows.n_rows, layer.attention, q_rotated=True)
+        a = prepare(o.reshape(-1, o.shape[-2] * o.shape[-1]))
+        return self.finish(
+            stream, a, n, layer.output, config.value_scale, layer.attn_conv, dyn, layer.ffn_norm, layer.ffn_conv
+        )
+
+    def _ffn(self, stream: Stream, layer: Layer, after: Norm, next_conv: Conv | None) -> Stream:
+        n, dyn = self.mixed(stream, layer.ffn_conv)
+        a = gated(n, layer.gate_up, self.config.activation != "silu")
+        stream = self.finish(stream, a, n, layer.down, 1.0, layer.ffn_conv, dyn, after, next_conv)
+        if layer.output_scale is None:
+            return stream
+        return self.begin(stream.x * layer.output_scale, after, next_conv)
+
+    def mixed(self, stream: Stream, conv: Conv | None) -> tuple[Activation, Tensor | None]:
+        """What a sub-layer's first product takes, and the kernels of its convolution."""
+        if conv is None:
+            return stream.n, None
+        assert stream.normed is not None
+        dyn = conv.kernels(stream.n, (stream.x.shape[0], stream.x.shape[1]))
+        return prepared_conv(stream.normed, dyn, conv.base, 0), dyn
+
+    def finish(
+        self, stream: Stream, a: Activation, before: Activation, last: Addition, scale: float, conv: Conv | None,
+        dyn: Tensor | None, after: Norm, next_conv: Conv | None,
+    ) -> Stream:  # fmt: skip
+        """The stream plus a sub-layer: a times its last matrix, scaled, convolved, normed; and the norm after it.
+
+        before: what the sub-layer's first product took; next_conv: the convolution of the sub-layer to come.
+        """
+        x = stream.x
+        if conv is None and next_conv is None and scale == 1.0:
+            x, n = last(x, a, before, after)
+            assert n is not None
+            return Stream(x, n, None)
+        (y,) = matmul(a, last.weight)
         y = y.view(x.shape)
-        if layer.ffn_conv is not None:
-            y = layer.ffn_conv(y, dyn, 1)
-        if layer.post_ffw_norm is not None:
-            y = rms_norm(y, layer.post_ffw_norm, eps)
-        x = x1 + y
-        return x if layer.output_scale is None else x * layer.output_scale
+        if scale != 1.0:
+            y = y * scale
+        if conv is not None:
+            assert dyn is not None
+            if last.post_norm is None:
+                x, normed, n = add_conv_norm(x, y, dyn, conv.base, 1, after.weight, after.eps)
+                return Stream(x, n, normed)
+            y = dynamic_conv(y, dyn, conv.base, 1)
+        if last.post_norm is not None:
+            y = rms_norm(y, last.post_norm.weight, last.post_norm.eps)
+        x, normed, n = add_rms_norm_kept(x, y, after.weight, after.eps)
+        return Stream(x, n, normed)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [B, T, D] through the head: [B, T, V], -inf where a reduced vocabulary has no token."""
-        out = self.head(hidden).to(self.device)
+    def logits(self, block: Block, first: int) -> Tensor:
+        """[B, T - first, V], the block's rows from `first` on; -inf where a reduced vocabulary has no token."""
+        out = head_logits(self.head, block.x, block.n, self.output_norm, self.device)[:, first:]
         if self.d2t is None:
             return out
         wide = out.new_full((*out.shape[:-1], self.config.common.n_vocab), -torch.inf)
         wide[..., self.d2t] = out
         return wide
+
+    def hidden(self, block: Block) -> Tensor:
+        """[B, T, D] after the final norm."""
+        return rms_norm(block.x, self.output_norm.weight, self.output_norm.eps)
 
 
 def storable(own: KV, rows: Rows, positions: Tensor) -> Tensor:
@@ -183,6 +234,13 @@ def load_backbone(weights: Weights, config: DFlashConfig, target: Model, device:
 
     def vector(name: str, *shape: int) -> Tensor:
         return weights.vector(name, shape, device)
+
+    def norm(name: str) -> Norm:
+        return Norm(vector(name, D), common.layer_norm_rms_epsilon)
+
+    def addition(name: str, columns: int, post_norm: str) -> Addition:
+        group = weights.group(device, (name, (D, columns)))
+        return Addition(group, post_norm=norm(post_norm) if weights.has(post_norm) else None)
 
     def conv(name: str) -> Conv | None:
         if config.kind != "dflash2":
@@ -206,18 +264,16 @@ def load_backbone(weights: Weights, config: DFlashConfig, target: Model, device:
         )
         layers.append(
             Layer(
-                attn_norm=vector(f"{b}.attn_norm.weight", D),
+                attn_norm=norm(f"{b}.attn_norm.weight"),
                 qkv=weights.group(device, *projections),
                 q_norm=vector(f"{b}.attn_q_norm.weight", hd),
                 k_norm=vector(f"{b}.attn_k_norm.weight", hd),
-                output=weights.group(device, (f"{b}.attn_output.weight", (D, H[i] * hd_v))),
-                post_attention_norm=optional(f"{b}.post_attention_norm.weight", D),
-                ffn_norm=vector(f"{b}.ffn_norm.weight", D),
-                gate_up=weights.group(
-                    device, (f"{b}.ffn_gate.weight", (F, D)), (f"{b}.ffn_up.weight", (F, D))
+                output=addition(f"{b}.attn_output.weight", H[i] * hd_v, f"{b}.post_attention_norm.weight"),
+                ffn_norm=norm(f"{b}.ffn_norm.weight"),
+                gate_up=weights.pair(
+                    device, Part.of(f"{b}.ffn_gate.weight", (F, D)), Part.of(f"{b}.ffn_up.weight", (F, D))
                 ),
-                down=weights.group(device, (f"{b}.ffn_down.weight", (D, F))),
-                post_ffw_norm=optional(f"{b}.post_ffw_norm.weight", D),
+                down=addition(f"{b}.ffn_down.weight", F, f"{b}.post_ffw_norm.weight"),
                 output_scale=optional(f"{b}.layer_output_scale.weight", 1),
                 attn_conv=conv(f"{b}.attn"),
                 ffn_conv=conv(f"{b}.ffn"),
@@ -239,10 +295,10 @@ def load_backbone(weights: Weights, config: DFlashConfig, target: Model, device:
         config=config,
         device=device,
         fc=weights.group(device, ("fc.weight", (D, m * D))),
-        hidden_norm=vector("enc.output_norm.weight", D),
+        hidden_norm=norm("enc.output_norm.weight"),
         injection=fuse(injection),
         layers=layers,
-        output_norm=vector("output_norm.weight", D),
+        output_norm=norm("output_norm.weight"),
         embedding=embedding,
         head=head,
         d2t=d2t,
@@ -297,8 +353,8 @@ class BlockDrafter:
         """Memory of the drafter's cache."""
         return sum(own.n_bytes for own in self.kvs)
 
-    def choose(self, hidden: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [B, width, D], last [B] to target ids and what p_min is compared with, both [B, n_max]."""
+    def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
+        """A block of `width` rows, last [B] to target ids and what p_min is compared with, both [B, n_max]."""
         raise NotImplementedError
 
     def begin(self, slot: int, prompt: list[int]) -> None:
@@ -372,8 +428,8 @@ def clamp(options: DraftOptions, n_limit: int, block_size: int) -> int:
 class DFlash(BlockDrafter):
     """DFlash v1: each row's most likely token."""
 
-    def choose(self, hidden: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.backbone.logits(hidden[:, 1:])
+    def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.backbone.logits(block, 1)
         return argmax(logits), first_share(logits, self.options.p_min)
 
 

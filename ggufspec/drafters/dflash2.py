@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
+from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul
 from ..kernels.select import selector_walk, top_k
 from ..weights import Weights
 from . import DraftOptions
-from .dflash import Backbone, BlockDrafter
+from .dflash import Backbone, Block, BlockDrafter
 
 
 class DFlash2(BlockDrafter):
@@ -23,15 +23,16 @@ class DFlash2(BlockDrafter):
         self.successor: PackedWeight = weights.matrix("selector_successor.weight", (V, R), device)
         self.gate: WeightGroup = weights.group(device, ("selector_hidden.weight", (R, D)))
 
-    def choose(self, hidden: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
         config = self.backbone.config
-        hidden = hidden[:, 1:]  # the anchor's row predicts nothing
-        logits = self.backbone.logits(hidden) * config.logit_scale
+        logits = self.backbone.logits(block, 1)  # the anchor's row predicts nothing
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
         if config.logit_softcap > 0:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         values, ids = top_k(logits, config.selector_top_k)
-        (gate,) = matmul(prepare(hidden.reshape(-1, hidden.shape[-1])), self.gate)
-        gate = gate.view(*hidden.shape[:2], -1)
+        (gate,) = matmul(block.n, self.gate)
+        gate = gate.view(*block.x.shape[:2], -1)[:, 1:]
         return selector_walk(
             ids,
             values,

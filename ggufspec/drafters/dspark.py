@@ -12,7 +12,7 @@ from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.select import markov_chain
 from ..weights import Weights
 from . import DraftOptions
-from .dflash import Backbone, BlockDrafter
+from .dflash import Backbone, Block, BlockDrafter
 
 
 class DSpark(BlockDrafter):
@@ -40,10 +40,11 @@ class DSpark(BlockDrafter):
             weight = gather(weights.matrix("conf_proj.weight", (1, D + r), device), first)[0]
             self.confidence = weight, weights.vector("conf_proj.bias", (1,), device)
 
-    def choose(self, hidden: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = hidden[:, self.backbone.config.first_row :]
+    def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.backbone.config.first_row
+        hidden = None if self.confidence is None else self.backbone.hidden(block)[:, first:]
         return markov_chain(
-            self.backbone.logits(hidden),
+            self.backbone.logits(block, first),
             last,
             lambda ids: gather(self.markov_in, ids),
             lambda e: matmul(prepare(e), self.markov_out)[0],

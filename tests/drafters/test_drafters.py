@@ -209,7 +209,7 @@ def test_a_row_sees_exactly_its_window(tmp_path, hybrid, causal):
         if changed is not None:
             other[0, changed] += 1.0
         drafter.backbone.inject(other, rows, drafter.kvs)
-        return drafter.backbone.block(block, drafter.kvs)[0]
+        return drafter.backbone.hidden(drafter.backbone.block(block, drafter.kvs))[0]
 
     reference = hidden(None)
     for p in range(n_past - window - 2, n_past):
