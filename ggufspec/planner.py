@@ -7,7 +7,7 @@ device; only the working memory of a step is an estimate. Devices are names, so 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from .capture import tensors_of
 from .drafters import DraftOptions
 from .drafters.dflash import DFlash, load_backbone
 from .drafters.dflash_config import read_dflash_config
-from .drafters.load import row_limit
+from .drafters.load import borrows_head, row_limit, whole_head
 from .drafters.mtp import Mtp
 from .drafters.recognize import check_pair, check_type, file_for, infer_types
 from .drafters.small_model import SmallModel
@@ -241,10 +241,18 @@ def measure(q: Question) -> list[Part]:
         raise PlacementError("--tensor-split gives no device a share")
     ratios = tuple(share for _, share in used)
     check_group(Shard(0, ratios))
+    owner = owner_of(q.draft_device, [device for device, _ in used])
     return [
-        _measure_one(q, whole_on(device, q.config), Shard(rank, ratios))
+        _measure_one(q, whole_on(device, q.config), Shard(rank, ratios), owner in (None, rank))
         for rank, (device, _) in enumerate(used)
     ]
+
+
+def owner_of(draft_device: torch.device | None, devices: Sequence[torch.device]) -> int | None:
+    """The rank of a tensor split that has the drafter: that of its device, the first if none has it; None: all."""
+    if draft_device is None:
+        return None
+    return next((rank for rank, device in enumerate(devices) if device == draft_device), 0)
 
 
 def whole_on(device: torch.device, config: Config) -> Placement:
@@ -260,12 +268,12 @@ def placement_of(q: Question) -> Placement:
     )
 
 
-def _measure_one(q: Question, placement: Placement, shard: Shard) -> Part:
+def _measure_one(q: Question, placement: Placement, shard: Shard, drafts: bool = True) -> Part:
     weights = SizeWeights(q.file)
     model = load_model(q.file, placement, config=q.config, weights=weights, shard=shard)
     part = Part(model, Counter(weights.n_bytes), Counter(weights.by_unit))
     for name in q.drafter_types:
-        if name.startswith("draft-") and q.draft.n_max > 0:
+        if drafts and name.startswith("draft-") and q.draft.n_max > 0:
             _measure_drafter(q, name, part, weights)
     return part
 
@@ -273,6 +281,11 @@ def _measure_one(q: Question, placement: Placement, shard: Shard) -> Part:
 def _measure_drafter(q: Question, name: str, part: Part, target_weights: SizeWeights) -> None:
     device = q.draft_device or part.output
     file = file_for(name, q.draft_file)
+    target = part.model
+    if q.is_tensor and q.draft_device is not None and borrows_head(name, file, q.file):
+        held = Counter(target_weights.n_bytes)
+        target = replace(target, head=whole_head(target_weights, target))  # the cut one is joined by all ranks
+        part.draft_weights.update(target_weights.n_bytes - held)
     sizes: dict[str, Any] = dict(
         n_slots=q.n_slots, type_k=q.draft_type_k, type_v=q.draft_type_v, max_rows=row_limit(part.model)
     )
@@ -280,7 +293,7 @@ def _measure_drafter(q: Question, name: str, part: Part, target_weights: SizeWei
         weights = target_weights if file is None else SizeWeights(file)
         before = Counter(weights.n_bytes)
         config = q.config if file is None else read_config(file)
-        block = load_mtp(weights, config, device, target=part.model if file is None else None)
+        block = load_mtp(weights, config, device, target=target if file is None else None)
         added = weights.n_bytes - before
         block.block.device = META
         make: Callable[[int], Any] = lambda n_ctx: Mtp(block, q.draft, n_ctx=n_ctx, **sizes)  # noqa: E731
@@ -295,7 +308,7 @@ def _measure_drafter(q: Question, name: str, part: Part, target_weights: SizeWei
         assert file is not None
         weights = SizeWeights(file)
         dflash = read_dflash_config(file)
-        backbone = load_backbone(weights, dflash, part.model, device)
+        backbone = load_backbone(weights, dflash, target, device)
         _load_chooser(weights, dflash.kind, device, q.draft)
         added, part.taps = weights.n_bytes, len(dflash.target_layers)
         options = replace(q.draft, n_max=min(q.draft.n_max, dflash.n_limit))

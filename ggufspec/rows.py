@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .handover import hand_over
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -31,8 +33,13 @@ class Rows:
     def to(self, device: torch.device) -> "Rows":
         if self.tokens.device == device:
             return self
+        tokens, slots, n_past, n_rows = hand_over([self.tokens, self.slots, self.n_past, self.n_rows], device)
+        return Rows(tokens, slots, n_past, n_rows, self.tentative)
+
+    def pinned(self) -> "Rows":
+        """Rows on the host in page-locked memory: no device waits for another one's copy of them."""
         return Rows(
-            self.tokens.to(device), self.slots.to(device), self.n_past.to(device), self.n_rows.to(device),
+            self.tokens.pin_memory(), self.slots.pin_memory(), self.n_past.pin_memory(), self.n_rows.pin_memory(),
             self.tentative,
         )
 

@@ -18,6 +18,7 @@ from ggufspec.adaptive import AUTO_N_MAX, Adaptive, adaptive_for
 from ggufspec.drafters import Drafter, DraftOptions
 from ggufspec.drafters.dflash_config import read_dflash_config
 from ggufspec.drafters.load import SpecOptions, load_drafter
+from ggufspec.drafters.owned import Ownership
 from ggufspec.drafters.synth import NOTICE, SyntheticAcceptance, check_rates, rates_of_length
 from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError
@@ -74,10 +75,13 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
         if settings.context != before:
             n_slots, n_ctx = size_context(settings.context, config)
         ranks = start_ranks(settings)
+    ownership = None
     if ranks is None:
         placement, shard = place(settings.model, config), WHOLE
     else:
         placement, shard = Placement.single(ranks.device, config.n_layers), ranks.shard
+        owner = drafter_owner(settings)
+        ownership = None if owner is None else Ownership(owner, ranks.rank, ranks.devices, ranks.host)
     tokenizer = Tokenizer.from_metadata(file.metadata)
     n_bytes = file.n_bytes + (draft_file.n_bytes if draft_file is not None else 0)
     with loading_bar(n_bytes, show_progress) as progress:
@@ -86,6 +90,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
         drafter = load_drafter(
             spec_options(settings.speculative, draft_file), file, model, draft_file, n_slots=n_slots, n_ctx=n_ctx,
             device=draft_device(settings.speculative), target_weights=weights, progress=progress,
+            ownership=ownership,
         )
     context = settings.context
     engine = Engine(
@@ -196,21 +201,45 @@ def start_ranks(settings: Settings) -> Ranks | None:
         return None
     if model.split_mode == "row":
         log.warning("--split-mode row is run as tensor: every layer is cut over all devices")
-    devices = devices_of(model.devices)
-    shares = [float(share) for share in model.tensor_split] or [1.0] * len(devices)
-    if len(shares) > len(devices):
-        raise ConfigError(f"--tensor-split has {len(shares)} shares for {len(devices)} devices")
-    used = [(device, share) for device, share in zip(devices, shares) if share > 0]
+    used = devices_in_split(model)
     if len(used) < 2:
         return None
-    named = tuple(device_name(device) for device, _ in used)
-    settings = replace(settings, model=replace(model, devices=named))
-    ratios = tuple(share for _, share in used)
-    ranks = from_torchrun(ratios, [device for device, _ in used])
+    names, ratios = tuple(name for name, _ in used), tuple(share for _, share in used)
+    devices = [resolve(name) for name in names]
+    settings = replace(settings, model=replace(model, devices=names, tensor_split=ratios))
+    ranks = from_torchrun(ratios, devices)
     if ranks is not None:
         return ranks
     arguments = b64encode(pickle.dumps((settings, ratios))).decode()
-    return start(ratios, [device for device, _ in used], [arguments])
+    return start(ratios, devices, [arguments])
+
+
+def devices_in_split(model: ModelSettings) -> list[tuple[str, float]]:
+    """Names and shares of the devices of a tensor split: those with a share, in the order of their ranks."""
+    devices = devices_of(model.devices)
+    is_named = model.devices is not None and model.devices != ("none",)
+    names = list(model.devices or ()) if is_named else [device_name(device) for device in devices]
+    shares = [float(share) for share in model.tensor_split] or [1.0] * len(devices)
+    if len(shares) > len(devices):
+        raise ConfigError(f"--tensor-split has {len(shares)} shares for {len(devices)} devices")
+    return [(name, share) for name, share in zip(names, shares) if share > 0]
+
+
+def drafter_owner(settings: Settings) -> int | None:
+    """The rank of a tensor split that has the drafter and sends the others its drafts; None: every rank has its own.
+
+    It is the rank whose device `--device-draft` names; the first one if that is no device of the split.
+    """
+    spec = settings.speculative
+    if draft_device(spec) is None:
+        return None
+
+    def plain(name: str) -> str:
+        return name.upper().replace(":", "")
+
+    wanted = plain(spec.devices[0]) if spec.devices is not None and spec.gpu_layers != 0 else "NONE"
+    names = [plain(name) for name, _ in devices_in_split(settings.model)]
+    return names.index(wanted) if wanted in names else 0
 
 
 def draft_device(spec: SpeculativeSettings) -> torch.device | None:

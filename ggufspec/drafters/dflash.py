@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..handover import hand_over, on_own_device
 from ..kernels import kv
 from ..kernels.attention import AttentionSpec, attend
 from ..kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
@@ -360,9 +361,12 @@ class BlockDrafter:
     def begin(self, slot: int, prompt: list[int]) -> None:
         """Nothing to do: `observe` has seen the prompt."""
 
+    @on_own_device
     def observe(self, rows: Rows, output: Any) -> None:
-        self.backbone.inject(output.taps.to(self.device), rows.to(self.device), self.kvs)
+        (features,) = hand_over([output.taps], self.device)
+        self.backbone.inject(features, rows.to(self.device), self.kvs)
 
+    @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..models.base import Head
 from ..placement import Placement
 from ..weights import Weights
 from . import Drafter, DraftOptions
@@ -21,6 +23,7 @@ from .ngram_map import NgramMap
 from .ngram_mod import NgramMod
 from .ngram_simple import NgramSimple
 from .ngram_sizes import ModSizes, NgramSizes
+from .owned import Ownership
 from .recognize import check_pair, check_type, file_for, infer_types
 from .small_model import SmallModel
 
@@ -61,11 +64,13 @@ def load_drafter(
     device: torch.device | None = None,
     target_weights: Weights | None = None,
     progress: Callable[[int], None] | None = None,
+    ownership: Ownership | None = None,
 ) -> Drafter | None:
     """The drafter of an engine, a chain when several were asked for, None when nothing drafts.
 
     n_ctx: cells a slot; device: where the drafter's weights and cache live, None for the target's. `target_weights`
-    saves packing shared tensors twice when the MTP block lies in the target's own file. Raises ConfigError or
+    saves packing shared tensors twice when the MTP block lies in the target's own file. ownership: of the one rank of a
+    tensor split that has the drafters with a model; None: every rank has its own. Raises ConfigError or
     UnsupportedError when types, files and options do not fit together, FileError for a bad file.
     """
     types = spec.types or infer_types(draft_file)
@@ -90,26 +95,60 @@ def load_drafter(
     )
     device = device or target.device
     made: list[Drafter] = []
-    for name in types:
-        if name.startswith("ngram"):
-            drafter: Drafter = make_ngram(name, spec, n_slots, n_ctx)
-        elif name == "draft-mtp":
-            own_file = file_for(name, draft_file)
-            drafter = _load_mtp(own_file, target_file, target, spec.draft, device, target_weights, progress, sizes)
+
+    def with_model(name: str) -> Drafter:
+        file = file_for(name, draft_file)
+        own_target = target
+        if ownership is not None and borrows_head(name, file, target_file):
+            own_target = replace(target, head=whole_head(target_weights or Weights(target_file, progress), target))
+        if name == "draft-mtp":
+            drafter: Any = _load_mtp(
+                file, target_file, own_target, spec.draft, device, target_weights, progress, sizes
+            )
         elif name == "draft-simple":
             assert draft_file is not None
             drafter = _load_small_model(draft_file, spec.draft, device, progress, sizes)
         else:
             assert draft_file is not None
-            drafter = load_dflash(Weights(draft_file, progress), target, spec.draft, device, **sizes)
+            drafter = load_dflash(Weights(draft_file, progress), own_target, spec.draft, device, **sizes)
+        drafter.capturable = device == target.device  # a graph holds the work of one device
+        return cut_length(drafter)
+
+    def cut_length(drafter: Drafter) -> Drafter:
         if drafter.n_max > max_drafted:
-            log.warning("%s drafts up to %d tokens, a step here verifies %d", name, drafter.n_max, max_drafted)
+            log.warning("%s drafts up to %d tokens, a step here verifies %d", drafter.name, drafter.n_max, max_drafted)
             drafter.n_max = drafter.stats.n_max = max_drafted
+        return drafter
+
+    for name in types:
+        if name.startswith("ngram"):
+            drafter: Drafter = cut_length(make_ngram(name, spec, n_slots, n_ctx))
+        elif ownership is not None:
+            drafter = ownership.share(partial(with_model, name))
+        else:
+            drafter = with_model(name)
         log.info("speculation is on: %s, up to %d tokens a step", name, drafter.n_max)
         made.append(drafter)
     if not made:
         return None
     return made[0] if len(made) == 1 else Chain(made)
+
+
+def borrows_head(name: str, file: GGUFFile | None, target_file: GGUFFile) -> bool:
+    """Whether a drafter has no output matrix of its own. file: None where it lies in the target's."""
+    if name == "draft-mtp":
+        return file is None and not any(t.endswith("nextn.shared_head_head.weight") for t in target_file.tensors)
+    return name != "draft-simple" and file is not None and "output.weight" not in file.tensors
+
+
+def whole_head(weights: Weights, target: Model) -> Head:
+    """The target's head with all its rows on this rank; the one that is there if it is not cut."""
+    head = target.head
+    if head.bounds is None or len(head.bounds) == 1:
+        return head
+    config = target.config
+    name = "output.weight" if weights.has("output.weight") else "token_embd.weight"
+    return Head(weights.group(target.device, (name, (config.n_vocab, config.embedding_length))))
 
 
 def row_limit(target: Model) -> int:

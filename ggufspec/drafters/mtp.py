@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..handover import hand_over, on_own_device
 from ..kernels import kv
 from ..kernels.matmul import gather
 from ..kernels.select import argmax
@@ -72,8 +73,9 @@ class Mtp:
     def begin(self, slot: int, prompt: list[int]) -> None:
         """Nothing to do: `observe` has seen the prompt."""
 
+    @on_own_device
     def observe(self, rows: Rows, output: Any) -> None:
-        rows, hidden = rows.to(self.device), output.hidden.to(self.device)
+        rows, (hidden,) = rows.to(self.device), hand_over([output.hidden], self.device)
         before = torch.cat([self._pending(rows.slots, rows.n_past)[:, None], hidden[:, :-1]], dim=1)
         self.block.forward(self._embed(rows.tokens), before, Step.of(rows), self.kv)
         entries = torch.arange(rows.n_batch, device=self.device)
@@ -82,6 +84,7 @@ class Mtp:
             self.verified[rows.slots, : rows.width] = hidden
             self.verified_rows[rows.slots] = rows.n_rows
 
+    @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, tokens, position = (t.to(self.device) for t in (slots, last, n_past))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..handover import on_own_device
 from ..kernels.select import argmax
 from ..rows import Rows
 from . import Draft, DraftOptions, check_cells, limit
@@ -54,6 +55,7 @@ class SmallModel:
     def begin(self, slot: int, prompt: list[int]) -> None:
         """Nothing to do: `observe` has seen the prompt."""
 
+    @on_own_device
     def observe(self, rows: Rows, output: Any) -> None:
         rows = rows.to(self.device)
         # Ids beyond the draft's vocabulary exist when the target's is a little larger: any row stands in for them.
@@ -62,6 +64,7 @@ class SmallModel:
         self.model.forward(rows, self.cache, logits="none")
         self.unaccepted = rows.tentative
 
+    @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
@@ -82,6 +85,7 @@ class SmallModel:
         )
         return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
 
+    @on_own_device
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """`last` and the accepted drafts stay. A second call for the same step corrects the first."""
         slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from ..cache import Cache
+from ..handover import hand_over, on
 from ..kernels.matmul import Activation, PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.norm import rms_norm
 from ..kernels.rope import RopeSpec, tables
@@ -102,6 +104,22 @@ class Head:
         return out.view(*hidden.shape[:-1], -1)
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A range of layers on one device."""
+
+    start: int
+    stop: int
+    device: torch.device
+
+
+class RunStage(Protocol):
+    """`Model.run_stage`, or something that does the same."""
+
+    def __call__(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
+                 ) -> tuple[Tensor, Sequence[Tensor]]: ...
+
+
 @dataclass
 class Model:
     """A target: embedding, layers in order, final norm, head. Architectures build it; nothing subclasses it."""
@@ -128,23 +146,47 @@ class Model:
     def new_cache(self, n_slots: int, n_ctx: int, type_k: str = "f16", type_v: str = "f16") -> Cache:
         return Cache.allocate(self.cache_layers, n_slots, n_ctx, type_k, type_v)
 
-    def forward(self, rows: Rows, cache: Cache, *, taps: Sequence[int] = (), logits: Logits = "all") -> Output:
-        x = self.embed(rows.tokens.to(self.embedding.device))
-        n: Activation | None = None
-        step = Step.of(rows.to(x.device))
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The layers, cut where the device changes."""
+        cuts = [0, *(i for i in range(1, len(self.layers)) if self.layers[i].device != self.layers[i - 1].device)]
+        return [Stage(a, b, self.layers[a].device) for a, b in zip(cuts, [*cuts[1:], len(self.layers)])]
+
+    def forward(self, rows: Rows, cache: Cache, *, taps: Sequence[int] = (), logits: Logits = "all",
+                run: RunStage | None = None) -> Output:
+        """All layers of the rows, stage by stage; rows in page-locked memory let the devices work on several calls at
+        once. run: what runs a stage instead of `run_stage`, captured for instance.
+
+        Tapped streams travel along with the residual: fetched at the end, they would stop the devices before.
+        """
+        with on(self.embedding.device):
+            x = self.embed(rows.to(self.embedding.device).tokens)
         tapped: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for stage in self.stages:
+            wanted = tuple(i for i in range(stage.start, stage.stop) if i in taps)
+            x, *carried = hand_over([x, *tapped.values()], stage.device)
+            tapped = dict(zip(tapped, carried))
+            with on(stage.device):
+                here = rows.to(stage.device)
+                x, streams = (run or self.run_stage)(stage, here, x, cache, wanted)
+            tapped |= zip(wanted, streams)
+        x, *carried = hand_over([x, *tapped.values()], self.device)
+        tapped = dict(zip(tapped, carried))
+        with on(self.device):
+            hidden = rms_norm(x, self.output_norm, self.config.layer_norm_rms_epsilon)
+            features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
+            return Output(self.logits(hidden, rows.to(self.device), logits), hidden, features)
+
+    def run_stage(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
+                  ) -> tuple[Tensor, list[Tensor]]:
+        """x [B, W, D] through a stage's layers, all on its device; the stream entering each tapped layer too."""
+        step, n, streams = Step.of(rows), None, []
+        for i in range(stage.start, stage.stop):
             if i in taps:
-                tapped[i] = x
-            if layer.device != x.device:
-                x, n = x.to(layer.device), None
-                step = Step.of(rows.to(layer.device))
-            following = self.layers[i + 1] if i + 1 < len(self.layers) else None
-            continues = following is not None and following.device == layer.device
-            x, n = layer(x, n, step, cache, following.attn_norm if following is not None and continues else None)
-        hidden = rms_norm(x.to(self.device), self.output_norm, self.config.layer_norm_rms_epsilon)
-        features = torch.cat([tapped[i].to(hidden.device) for i in taps], dim=-1) if taps else None
-        return Output(self.logits(hidden, rows, logits), hidden, features)
+                streams.append(x)
+            after = self.layers[i + 1].attn_norm if i + 1 < stage.stop else None
+            x, n = self.layers[i](x, n, step, cache, after)
+        return x, streams
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, W] ids to [B, W, D] float32 rows. Ids outside the vocabulary are the caller's bug, never indexed."""

@@ -1,0 +1,67 @@
+"""Tensors from one device to the next, without either waiting longer than for the data.
+
+PyTorch copies between two GPUs on their current streams and makes each wait for the other: a device that hands a prompt
+chunk on would wait for the one before to be finished there. Here copies run on streams of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_streams: dict[tuple[torch.device, torch.device, torch.device], Any] = {}
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, kernels are launched on the device: Triton goes by the current one, not by the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_own_device(method: Method) -> Method:
+    """A method that launches kernels, run `on` its object's `device`."""
+
+    @wraps(method)
+    def run(self: Any, *arguments: Any, **named: Any) -> Any:
+        with on(self.device):
+            return method(self, *arguments, **named)
+
+    return cast(Method, run)
+
+
+def hand_over(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors, all on one device, on another one; those that are there already as they are.
+
+    Between GPUs the copies wait for what their source's stream has been given so far, and the target's stream waits for
+    the copies. PyTorch goes through host memory where there is no peer access. From page-locked memory nobody waits.
+    """
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    source = tensors[0].device
+    if source.type != "cuda" or device.type != "cuda":
+        return [t.to(device, non_blocking=source.type == "cpu" and t.is_pinned()) for t in tensors]
+    here, there = torch.cuda.current_stream(source), torch.cuda.current_stream(device)
+    out, into = _stream(source, source, device), _stream(device, source, device)
+    out.wait_stream(here)
+    with torch.cuda.stream(into), torch.cuda.stream(out):
+        moved = [t.to(device, non_blocking=True) for t in tensors]
+    there.wait_stream(into)
+    for t in tensors:
+        t.record_stream(out)  # its memory is not used anew before the copy has read it
+    for t in moved:
+        t.record_stream(there)  # allocated for the copying stream, read by the other
+    return moved
+
+
+def _stream(device: torch.device, source: torch.device, target: torch.device) -> Any:
+    """The stream of `device` for copies from source to target."""
+    key = (device, source, target)
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device)
+    return _streams[key]

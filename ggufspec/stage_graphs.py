@@ -1,0 +1,56 @@
+"""Decode steps of a target whose layers lie on several GPUs: one graph a stage, chained by the hand-over of the rows.
+
+What lies between and after the stages (the copies, head, choice, drafter) is launched one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .cache import Cache
+from .capture import Graphs
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from .models.base import Model, Stage
+
+
+class StageGraphs:
+    """`Model.run_stage` for tentative rows and one cache. Stages on the CPU run as they are."""
+
+    def __init__(self, model: Model, cache: Cache, on_capture: Callable[[str], None] | None = None):
+        self.model = model
+        self.cache = cache
+        self.graphs = {
+            stage.device: Graphs(stage.device, lambda device=stage.device: self._mutable(device), on_capture)  # type: ignore[misc]
+            for stage in model.stages
+            if stage.device.type == "cuda"
+        }
+
+    def _mutable(self, device: torch.device) -> list[Tensor]:
+        return [t for t in self.cache.mutable() if t.device == device]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(graphs.n_bytes for graphs in self.graphs.values())
+
+    def __call__(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
+                 ) -> tuple[Tensor, Sequence[Tensor]]:
+        if not rows.tentative or cache is not self.cache:
+            raise ValueError("stages are captured for decode steps on one cache")
+        graphs = self.graphs.get(stage.device)
+        if graphs is None:
+            return self.model.run_stage(stage, rows, x, cache, taps)
+
+        def work(tokens: Tensor, slots: Tensor, n_past: Tensor, n_rows: Tensor, x: Tensor
+                 ) -> tuple[Tensor, Sequence[Tensor]]:
+            return self.model.run_stage(stage, Rows(tokens, slots, n_past, n_rows, True), x, cache, taps)
+
+        out: tuple[Tensor, Sequence[Tensor]] = graphs.run(
+            ("layers", stage.start, tuple(taps)), work, (rows.tokens, rows.slots, rows.n_past, rows.n_rows, x)
+        )
+        return out
