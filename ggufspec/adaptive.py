@@ -291,11 +291,12 @@ class Adaptive:
         loss = self._loss(len(jobs), probe, self.costs.of(len(jobs), 0, 0))
         return probe if loss <= self.credit else best
 
-    def start_steps(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Steps to take times of at the start: plain, short and of full width with each drafter."""
+    def start_steps(self, every_width: bool = False) -> list[tuple[int, tuple[int, ...]]]:
+        """Steps to take times of at the start: plain, short and of full width with each drafter; or all there are."""
         steps: list[tuple[int, tuple[int, ...]]] = [(0, ())]
         for m, n_max in enumerate(self.n_max):
-            steps += [(n, (m,)) for n in self.widths[1:] if n in (min(FIRST_N, n_max), min(AUTO_N_MAX, n_max), n_max)]
+            chosen = (min(FIRST_N, n_max), min(AUTO_N_MAX, n_max), n_max)
+            steps += [(n, (m,)) for n in self.widths[1:] if n <= n_max and (every_width or n in chosen)]
         return [step for step in steps for _ in range(FORCED_TIMES)]
 
     def forget_texts(self) -> None:

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..rows import Rows
 
 N_BISECTIONS = 32
+BLOCK = 64  # random numbers drawn at a time
 NOTICE = "synthetic acceptance is on: drafts are accepted at random, the output text is not the model's"
 
 
@@ -69,9 +70,9 @@ class Uniforms:
 
     def peek(self, n: int) -> list[float]:
         """The next n numbers, without using them."""
-        while len(self._ahead) < n:
-            low, high = self._twister.randint(0, 2**32, size=2, dtype=np.uint32).tolist()
-            self._ahead.append((low + 2.0**32 * high) / 2.0**64)
+        while len(self._ahead) < n:  # in blocks: a call costs far more than a number
+            halves = self._twister.randint(0, 2**32, size=2 * BLOCK, dtype=np.uint32).astype(np.float64)
+            self._ahead += ((halves[::2] + 2.0**32 * halves[1::2]) / 2.0**64).tolist()
         return self._ahead[:n]
 
     def use(self, n: int) -> None:
@@ -86,6 +87,11 @@ class SyntheticAcceptance:
         self.conditional = torch.tensor(conditional(rates), dtype=torch.float64, device=device)
         self.device = device
         self.uniforms = [Uniforms(0) for _ in range(n_slots)]
+
+    def set_rates(self, rates: Sequence[float]) -> None:
+        """Other rates, as many as before; steps that were captured follow them."""
+        self.rates = list(rates)
+        self.conditional.copy_(torch.tensor(conditional(rates), dtype=torch.float64))
 
     def start(self, slot: int, seed: int) -> None:
         """A request begins in the slot."""

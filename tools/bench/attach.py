@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ggufspec import bundled
+from ggufspec.adaptive import AUTO_N_MAX, Adaptive
 from ggufspec.drafters import Drafter, DraftOptions
 from ggufspec.drafters.dflash import BlockDrafter
 from ggufspec.drafters.dflash_config import read_dflash_config
@@ -28,6 +29,8 @@ from .steady import SteadyEngine, endless
 ALIASES = {"mtp": "draft-mtp", "dspark": "draft-dspark", "dflash": "draft-dflash", "dflash2": "draft-dflash"}
 ITEMS = ("n", "p-min", "synth-len", "synth-p", "synth-rates", "label")
 DEFAULT_N_MAX = DraftOptions.n_max
+AUTO = "auto"
+Length = int | str  # of drafts: a number, or AUTO: decided before every step, as the server does
 UNLIMITED = 1024  # lowered to what the drafter and a step can take
 
 
@@ -38,7 +41,7 @@ class DrafterChoice:
     label: str
     kind: str  # llama.cpp's name
     path: str | None = None
-    n_max: int | None = None
+    n_max: Length | None = None
     p_min: float = 0.0
     synth_length: float | None = None
     synth_rates: tuple[float, ...] = ()
@@ -89,12 +92,16 @@ def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
         rates = tuple(float(part) for part in values["synth-rates"].split("/")) if "synth-rates" in values else ()
         return DrafterChoice(
             values.get("label") or label or kind, kind, path or None,
-            int(values["n"]) if "n" in values else None, float(values.get("p-min", 0)),
+            _length(values["n"]) if "n" in values else None, float(values.get("p-min", 0)),
             float(values["synth-len"]) if "synth-len" in values else None, rates,
             float(values["synth-p"]) if "synth-p" in values else None,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"--drafter {text}: {error}; expected numbers") from None
+
+
+def _length(text: str) -> Length:
+    return AUTO if text == AUTO else int(text)
 
 
 def default_drafters(file: GGUFFile, is_bundled: bool) -> list[DrafterChoice]:
@@ -147,20 +154,20 @@ class Bench:
             model = load_model(file, placement, config=config, weights=weights)
         return cls(settings, file, config, model, weights, Tokenizer.from_metadata(file.metadata), n_slots, n_ctx)
 
-    def engine(self, drafter: Drafter | None, *, ignore_eos: bool, use_graphs: bool | None = None) -> SteadyEngine:
+    def engine(self, drafter: Drafter | None, *, ignore_eos: bool, use_graphs: bool | None = None,
+               policy: Adaptive | None = None) -> SteadyEngine:
         context = self.settings.context
         return SteadyEngine(
             self.model, endless(self.tokenizer) if ignore_eos else self.tokenizer, drafter=drafter,
             n_slots=self.n_slots, n_ctx=self.n_ctx, n_ubatch=min(context.n_ubatch or context.n_batch, context.n_batch),
             type_k=context.type_k, type_v=context.type_v, n_checkpoints=0,
-            use_graphs=self.settings.model.graphs if use_graphs is None else use_graphs,
+            use_graphs=self.settings.model.graphs if use_graphs is None else use_graphs, policy=policy,
         )  # fmt: skip
 
     def load_drafter(self, choice: DrafterChoice, n_max: int | None) -> Drafter:
         """The drafter, able to propose up to n_max tokens (None: its own limit). Drop it and call `free` after use."""
-        chosen = choice.n_max if choice.n_max is not None else n_max
-        if chosen is None:
-            chosen = natural_n_max(choice)
+        wanted = n_max if choice.n_max is None else choice.n_max
+        chosen = natural_n_max(choice) if wanted is None else longest(choice, wanted)
         spec: SpecOptions = replace(
             runtime.spec_options(self.settings.speculative), types=(choice.kind,),
             draft=DraftOptions(
@@ -197,6 +204,13 @@ def natural_n_max(choice: DrafterChoice) -> int:
     if choice.path is None:
         raise ConfigError(f"--drafter {choice.label}: needs the drafter's file, as {choice.label}=FILE")
     return read_dflash_config(open_gguf(choice.path)).n_limit
+
+
+def longest(choice: DrafterChoice, length: Length) -> int:
+    """The most tokens a step drafts at this length; for AUTO what the server would allow."""
+    if isinstance(length, int):
+        return length
+    return AUTO_N_MAX if choice.kind in ("draft-mtp", "draft-simple") else natural_n_max(choice)
 
 
 def set_width(engine: SteadyEngine, n_max: int) -> int:

@@ -49,11 +49,12 @@ def figures(data: Data) -> list[tuple[str, str]]:
     first = cells[0]
     total = [c for c in cells if c["workload"] == cells[-1]["workload"]]  # "all", or the only workload
     one = [c for c in total if c["temperature"] == first["temperature"] and c["n_streams"] == first["n_streams"]]
-    widest = {c["drafter"]: c for c in sorted(one, key=lambda c: c["n_max"])}
+    fixed = [c for c in one if isinstance(c["n_max"], int)]
+    widest = {c["drafter"]: c for c in sorted(one, key=lambda c: c["n_max"] if isinstance(c["n_max"], int) else 0)}
     out = [
-        ("Decode speedup against draft length", speedup_by_width(one)),
+        ("Decode speedup against draft length", speedup_by_width(fixed)),
         ("Mean accepted length against draft length",
-         plots.lines(by_drafter(one, "n_max", lambda c: c["mean_length"]), "drafted tokens a step", "tokens a step")),
+         plots.lines(by_drafter(fixed, "n_max", lambda c: c["mean_length"]), "drafted tokens a step", "tokens a step")),
         ("Acceptance by position: share of drafts with at least so many tokens right", plots.lines(
             {f"{name} n={c['n_max']}": [(i + 1.0, r) for i, r in enumerate(c["accepted_per_position"])]
              for name, c in widest.items()}, "position", "share")),

@@ -13,6 +13,7 @@ import click
 from tqdm import tqdm
 
 from ggufspec import bundled
+from ggufspec.adaptive import adaptive_for
 from ggufspec.drafters.synth import NOTICE
 from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import open_gguf
@@ -23,11 +24,14 @@ from ggufspec.tools.settings import Settings
 
 from . import lists, spec_table
 from .attach import (
+    AUTO,
     Bench,
     DrafterChoice,
+    Length,
     default_drafters,
     drafters_of,
     free,
+    longest,
     natural_n_max,
     parse_drafter,
     set_width,
@@ -36,7 +40,7 @@ from .mixed import MixedCommand
 from .origin import lines, origin
 from .report import page
 from .split import split_step
-from .steady import Run, SteadyEngine, accept_at_random, run_streams
+from .steady import Run, SteadyEngine, accept_at_random, run_streams, take_times
 from .summary import Cell, Pair, parity_text, summarize
 from .workloads import Prompt, choose, encode, own_prompts, read_prompts
 
@@ -51,7 +55,7 @@ class Plan:
     """What to measure: every combination."""
 
     drafters: list[DrafterChoice]
-    n_max: list[int]  # empty: each drafter's own
+    n_max: list[Length]  # empty: each drafter's own
     temperatures: list[float]
     streams: list[int]
     prompts: dict[str, list[list[int]]]  # workload: token ids
@@ -60,7 +64,7 @@ class Plan:
     sampling: SamplingParams
     ignore_eos: bool
 
-    def widths(self, choice: DrafterChoice) -> list[int]:
+    def widths(self, choice: DrafterChoice) -> list[Length]:
         if choice.n_max is not None:
             return [choice.n_max]
         return self.n_max or [natural_n_max(choice)]
@@ -115,18 +119,28 @@ def _measure_drafter(
     bench: Bench, plan: Plan, choice: DrafterChoice, plain: SteadyEngine, results: Results, bar: Any, split: bool
 ) -> None:
     widths = plan.widths(choice)
-    drafter = bench.load_drafter(choice, max(widths))
+    most = max(longest(choice, width) for width in widths)
+    drafter = bench.load_drafter(replace(choice, n_max=None), most)
     engine = bench.engine(drafter, ignore_eos=plan.ignore_eos)
-    rates = choice.rates(set_width(engine, max(widths))) if choice.is_synthetic else []
-    seen: set[int] = set()
+    most = set_width(engine, most)
+    rates = choice.rates(most) if choice.is_synthetic else []
+    seen: set[Length] = set()
     for wanted in widths:
-        n_max = set_width(engine, wanted)
+        n_max: Length = wanted
+        if isinstance(wanted, int):
+            n_max = set_width(engine, wanted)
+        else:
+            # an engine of its own: what others captured is for the block of their own width
+            set_width(engine, most)
+            engine = bench.engine(
+                drafter, ignore_eos=plan.ignore_eos, policy=adaptive_for(drafter, bench.settings.speculative.n_min)
+            )
         if n_max in seen:  # the drafter cannot draft as much as was asked for
             bar.total -= plan.n_pairs() // sum(len(plan.widths(c)) for c in plan.drafters)
             continue
         seen.add(n_max)
         if choice.is_synthetic:
-            accept_at_random(engine, rates[:n_max])
+            accept_at_random(engine, rates[: engine.n_max])
         bar.set_description(f"{choice.label} n={n_max}")
         for temperature in plan.temperatures:
             for n_streams in plan.streams:
@@ -134,20 +148,24 @@ def _measure_drafter(
         if not choice.is_synthetic:
             others = [t for t in PARITY_TEMPERATURES if t not in plan.temperatures]
             results.parity += [_parity(plan, choice, plain, engine, n_max, t) for t in others]
-        if split:
+        if wanted == AUTO:
+            engine = bench.engine(drafter, ignore_eos=plan.ignore_eos)
+        elif split:
             prompt = next(iter(plan.prompts.values()))[0]
             results.split.append({"drafter": choice.label, "n_max": n_max, **split_step(bench, engine, prompt)})
 
 
 def _measure_cells(
-    plan: Plan, choice: DrafterChoice, plain: SteadyEngine, engine: SteadyEngine, n_max: int, temperature: float,
+    plan: Plan, choice: DrafterChoice, plain: SteadyEngine, engine: SteadyEngine, n_max: Length, temperature: float,
     n_streams: int, bar: Any,
 ) -> Iterator[Cell]:  # fmt: skip
     """One cell a workload, and one over all of them."""
     sampling = plan.sampling_of(temperature, n_streams)
     first = plan.groups(next(iter(plan.prompts)), n_streams)[0]
     for warmed in (plain, engine):  # kernels are compiled and steps captured before anything is timed
-        run_streams(warmed, first, min(2 * (n_max + 1), plan.n_tokens), sampling)
+        run_streams(warmed, first, min(2 * (engine.n_max + 1), plan.n_tokens), sampling)
+    if engine.policy is not None:
+        take_times(engine, first, sampling)
     everything: list[Pair] = []
     for workload in plan.prompts:
         pairs: list[Pair] = []
@@ -158,21 +176,21 @@ def _measure_cells(
                 pairs.append(Pair(*runs))
                 bar.update()
         everything += pairs
-        yield _cell(pairs, choice, n_max, temperature, n_streams, workload)
+        yield _cell(pairs, choice, n_max, engine.n_max, temperature, n_streams, workload)
     if len(plan.prompts) > 1:
-        yield _cell(everything, choice, n_max, temperature, n_streams, "all")
+        yield _cell(everything, choice, n_max, engine.n_max, temperature, n_streams, "all")
 
 
-def _cell(pairs: list[Pair], choice: DrafterChoice, n_max: int, temperature: float, n_streams: int,
-          workload: str) -> Cell:  # fmt: skip
+def _cell(pairs: list[Pair], choice: DrafterChoice, n_max: Length, n_positions: int, temperature: float,
+          n_streams: int, workload: str) -> Cell:  # fmt: skip
     return summarize(
         pairs, drafter=choice.label, n_max=n_max, temperature=temperature, n_streams=n_streams, workload=workload,
-        is_synthetic=choice.is_synthetic,
+        is_synthetic=choice.is_synthetic, n_positions=n_positions,
     )
 
 
 def _parity(
-    plan: Plan, choice: DrafterChoice, plain: SteadyEngine, engine: SteadyEngine, n_max: int, temperature: float
+    plan: Plan, choice: DrafterChoice, plain: SteadyEngine, engine: SteadyEngine, n_max: Length, temperature: float
 ) -> dict[str, Any]:
     """One prompt of each workload at a temperature that is not timed: the streams must be the plain ones."""
     sampling = plan.sampling_of(temperature, 1)
@@ -202,8 +220,8 @@ def _parity(
               "--spec-type; a FILE alone says its own type. More items: p-min=P, label=NAME, synth-rates=P0/P1/..., "
               "synth-p=P (each drafted token is right with P if all before it are). "
               "Without -m: the bundled family's three; else the file's MTP block.")  # fmt: skip
-@click.option("--n-max", "--spec-draft-n-max", "n_max_text", metavar="1..8|1,2,4",
-              help="Draft lengths (default: as each was trained).")
+@click.option("--n-max", "--spec-draft-n-max", "n_max_text", metavar="1..8|1,2,4|auto",
+              help="Draft lengths (default: as each was trained). auto: decided before every step, as the server does.")
 @click.option("--temp", "--temperature", "temp_text", default="0", show_default=True, metavar="T,...",
               help="Temperatures.")
 @click.option("-np", "--np", "--parallel", "streams_text", default="1", show_default=True, metavar="N,...",
@@ -247,10 +265,11 @@ def command(
     choices = [parse_drafter(text, is_bundled) for text in drafters]
     choices += drafters_of(settings, is_bundled)
     choices = [_with_synthetic(c, synth_len, synth_rates) for c in choices or default_drafters(file, is_bundled)]
-    n_max = lists.integers(n_max_text, "--n-max") if n_max_text else []
+    n_max = _lengths(n_max_text) if n_max_text else []
     streams = lists.integers(streams_text, "--np")
-    if min([*n_max, *streams]) < 1:
-        raise ConfigError("--n-max and --np: expected numbers from 1 on")
+    numbers = [n for n in (*n_max, *(c.n_max for c in choices)) if isinstance(n, int)]
+    if min([*numbers, *streams]) < 1:
+        raise ConfigError("--n-max, n= of --drafter and --np: expected numbers from 1 on")
     chosen = choose(
         own_prompts() if prompts_path is None else read_prompts(prompts_path),
         workload_text.split(",") if workload_text else (), n_prompts,
@@ -258,7 +277,7 @@ def command(
     is_synthetic = any(c.is_synthetic for c in choices)
     ids = _prompts(settings, chosen)
     longest = max(len(p) for group in ids.values() for p in group)
-    widest = max([*n_max, *(c.n_max or 0 for c in choices), 16])
+    widest = max([*numbers, 16])
     room = n_tokens if max(streams) == 1 else 2 * n_tokens  # streams that are ahead go on until the last has its tokens
     n_ctx = settings.context.n_ctx or longest + room + 2 * widest
     n_ctx = -(-n_ctx // CELLS) * CELLS
@@ -287,6 +306,14 @@ def command(
     click.echo("\n" + spec_table.text(results))
     differing = [c for c in results.cells if not c.is_synthetic and c.parity != "equal"]
     return 1 if differing or any(p["result"] != "equal" for p in results.parity) else 0
+
+
+def _lengths(text: str) -> list[Length]:
+    """Numbers and ranges; `auto` among them."""
+    out: list[Length] = []
+    for part in text.split(","):
+        out += [AUTO] if part == AUTO else lists.integers(part, "--n-max")
+    return out
 
 
 def _prompts(settings: Settings, chosen: dict[str, list[Prompt]]) -> dict[str, list[list[int]]]:

@@ -41,12 +41,17 @@ def text(results: Results) -> str:
 def row(cell: Cell) -> list[str]:
     parity = "differs" if is_difference(cell.parity) else cell.parity
     return [
-        cell.drafter, str(cell.n_max), f"{cell.temperature:g}", str(cell.n_streams), cell.workload,
+        cell.drafter, length(cell), f"{cell.temperature:g}", str(cell.n_streams), cell.workload,
         f"{cell.mean_length:.3f}", f"{100 * cell.accept_rate:.1f}", cell.draft_ms.text(), cell.verify_ms.text(),
         cell.sample_ms.text(), cell.host_ms.text(), cell.plain_ms_per_token.text(), cell.ms_per_token.text(),
         cell.decode_speedup.text(2, "x"), cell.wall_speedup.text(2, "x"), cell.tokens_per_second.text(1),
         cell.stream_tokens_per_second.text(1), parity,
     ]  # fmt: skip
+
+
+def length(cell: Cell) -> str:
+    """`7`; for auto also what was drafted on average."""
+    return str(cell.n_max) if isinstance(cell.n_max, int) else f"{cell.n_max} ({cell.drafted_per_step:.1f})"
 
 
 def is_difference(parity: str) -> bool:

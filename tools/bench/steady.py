@@ -57,7 +57,11 @@ class SteadyEngine(Engine):
 
 def accept_at_random(engine: Engine, rates: Sequence[float]) -> None:
     """From now on drafts are right at these rates, whatever the target says."""
-    engine.decoder.synthetic = SyntheticAcceptance(rates, len(engine.slots), engine.device)
+    now = engine.decoder.synthetic
+    if now is not None and len(now.rates) == len(rates):
+        now.set_rates(rates)  # in place: captured steps read them where they lie
+    else:
+        engine.decoder.synthetic = SyntheticAcceptance(rates, len(engine.slots), engine.device)
 
 
 def endless(tokenizer: Tokenizer) -> Tokenizer:
@@ -102,6 +106,24 @@ def run_streams(
     made = [len(job.generated) - n for job, n in zip(jobs, before)]
     stop(engine, jobs)
     return Run(made, 1000 * (ended - started), 1000 * (started - start), stats, [job.generated for job in jobs])
+
+
+def take_times(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
+    """Let the engine's policy take times of every draft length with these streams, so that nothing is compiled or
+    captured while anything is measured; of the texts it keeps nothing."""
+    policy = engine.policy
+    assert policy is not None
+    policy.forced.extend(policy.start_steps(every_width=True))
+    while policy.forced:
+        jobs = [
+            engine.submit(Request(list(prompt), params, cache_prompt=False, slot=i))
+            for i, (prompt, params) in enumerate(zip(prompts, sampling))
+        ]
+        while policy.forced and all(job.state is not JobState.DONE for job in jobs):
+            engine.step()
+        stop(engine, jobs)
+    policy.forget_texts()
+    engine.stats = EngineStats()
 
 
 def stop(engine: Engine, jobs: Sequence[Job]) -> None:

@@ -51,7 +51,7 @@ class Cell:
     """One row of the table. Times are milliseconds a step unless said."""
 
     drafter: str
-    n_max: int
+    n_max: int | str  # or "auto"
     temperature: float
     n_streams: int
     workload: str
@@ -59,6 +59,7 @@ class Cell:
     mean_length: float  # tokens a step, the target's own included
     accept_rate: float  # accepted / drafted
     accepted_per_position: list[float]  # share of drafts with at least i + 1 tokens right
+    drafted_per_step: float  # of a stream; less than n_max where the length is decided before every step
     n_drafted: int
     n_accepted: int
     draft_ms: Spread
@@ -108,14 +109,17 @@ def parity_text(pairs: Sequence[Pair], is_synthetic: bool) -> str:
 
 
 def summarize(
-    pairs: Sequence[Pair], *, drafter: str, n_max: int, temperature: float, n_streams: int, workload: str,
-    is_synthetic: bool,
+    pairs: Sequence[Pair], *, drafter: str, n_max: int | str, temperature: float, n_streams: int, workload: str,
+    is_synthetic: bool, n_positions: int | None = None,
 ) -> Cell:  # fmt: skip
+    """`n_positions`: the longest draft there can be, where n_max is no number."""
     drafted, plain = [p.drafted for p in pairs], [p.plain for p in pairs]
     n_drafts = sum(run.stats.n_drafts for run in drafted)
     n_drafted = sum(run.stats.draft_n for run in drafted)
     n_accepted = sum(run.stats.draft_n_accepted for run in drafted)
-    counts = [0] * n_max
+    n_steps = sum(run.stats.n_slots_decoded for run in drafted)  # of streams
+    n_emitting = n_drafts if isinstance(n_max, int) else n_steps  # plain steps among drafted ones are a part of auto
+    counts = [0] * (n_max if isinstance(n_max, int) else n_positions or 0)
     for run in drafted:
         for i, count in enumerate(run.stats.accepted_at):
             counts[i] += count
@@ -129,10 +133,10 @@ def summarize(
     return Cell(
         drafter=drafter, n_max=n_max, temperature=temperature, n_streams=n_streams, workload=workload,
         n_runs=len(pairs),
-        mean_length=1 + n_accepted / n_drafts if n_drafts else 1.0,
+        mean_length=1 + n_accepted / n_emitting if n_emitting else 1.0,
         accept_rate=n_accepted / n_drafted if n_drafted else 0.0,
         accepted_per_position=[c / n_drafts if n_drafts else 0.0 for c in counts],
-        n_drafted=n_drafted, n_accepted=n_accepted,
+        drafted_per_step=n_drafted / n_steps if n_steps else 0.0, n_drafted=n_drafted, n_accepted=n_accepted,
         draft_ms=per_step(drafted, lambda r: r.stats.draft_ms),
         verify_ms=per_step(drafted, lambda r: r.stats.verify_ms),
         sample_ms=per_step(drafted, lambda r: r.stats.sample_ms),

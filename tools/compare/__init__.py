@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ggufspec import bundled
+from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import open_gguf
 from ggufspec.tools import log
 from ggufspec.tools.bench import lists
@@ -173,6 +174,9 @@ def run(
 
 
 def natural_or(choice: DrafterChoice, n_max: list[int]) -> list[int]:
+    if isinstance(choice.n_max, str):
+        raise ConfigError(f"--drafter {choice.label}: n={choice.n_max} cannot be compared, llama.cpp drafts fixed "
+                          "lengths; expected a number")  # fmt: skip
     if choice.n_max is not None:
         return [choice.n_max]
     return n_max or [natural_n_max(choice)]
