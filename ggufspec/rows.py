@@ -1,11 +1,13 @@
 """Rows: what one forward works on. Prompt chunks, decode steps, verifications and draft blocks are all rows."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .handover import hand_over
+from .handover import hand_over, on
+from .kernels import rows as kernels
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,18 @@ class Rows:
             self.tentative,
         )
 
+    @cached_property
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        with on(self.n_past.device):
+            return kernels.positions(self.n_past, self.n_rows, self.width)
+
     def positions(self) -> Tensor:
         """[B, W] int64 positions of all rows, padding included."""
-        return self.n_past[:, None] + torch.arange(self.width, device=self.tokens.device)
+        return self._positions[0]
 
     def store_positions(self) -> Tensor:
         """[B, W] int64 positions to store at; -1 for padding rows."""
-        index = torch.arange(self.width, device=self.tokens.device)
-        return torch.where(index < self.n_rows[:, None], self.n_past[:, None] + index, -1)
+        return self._positions[1]
 
 
 def prompt_rows(tokens: Tensor, slot: int, n_past: int) -> Rows:

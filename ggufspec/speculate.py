@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from .handover import on
+from .kernels import rows as kernels
 from .rows import Rows
 
 
@@ -14,13 +15,9 @@ def lay_out(last: Tensor, draft: Tensor, n_draft: Tensor, slots: Tensor, n_past:
     last [B], draft [B, n], n_draft [B] (how many of a row's drafts are real), all int64. A drafted id outside
     the vocabulary ends its draft there: it is never looked up.
     """
-    n = draft.shape[1]
-    if n > 0:
-        valid = (draft >= 0) & (draft < n_vocab)
-        n_valid = valid.to(torch.int64).cumprod(dim=1).sum(dim=1)
-        n_draft = torch.minimum(n_draft, n_valid)
-        draft = draft.clamp(0, n_vocab - 1)
-    return Rows(torch.cat([last[:, None], draft], dim=1), slots, n_past, n_draft + 1, tentative=True)
+    with on(last.device):
+        tokens, n_rows = kernels.lay_out(last, draft, n_draft, n_vocab)
+    return Rows(tokens, slots, n_past, n_rows, tentative=True)
 
 
 def accepted_prefix(rows: Rows, sampled: Tensor, is_eog: Tensor) -> Tensor:
@@ -29,10 +26,5 @@ def accepted_prefix(rows: Rows, sampled: Tensor, is_eog: Tensor) -> Tensor:
     sampled [B, W]: what the target chose at each row. Row i's draft (the token of row i + 1) is accepted when all
     before it are and it equals the target's choice, and that choice does not end the stream. is_eog [V] bool.
     """
-    W = rows.width
-    if W == 1:
-        return torch.zeros_like(rows.n_past)
-    index = torch.arange(W - 1, device=sampled.device)
-    proposed = index < (rows.n_rows - 1)[:, None]
-    right = (sampled[:, :-1] == rows.tokens[:, 1:]) & proposed & ~is_eog[sampled[:, :-1]]
-    return right.to(torch.int64).cumprod(dim=1).sum(dim=1)
+    with on(sampled.device):
+        return kernels.accepted_prefix(rows.tokens, sampled, rows.n_rows, is_eog)

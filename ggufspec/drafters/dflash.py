@@ -23,6 +23,7 @@ from ..kernels.kv import KV, norm_rope_store, store_raw
 from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, gather, matmul, prepare
 from ..kernels.norm import rms_norm
 from ..kernels.prepared import add_rms_norm_kept
+from ..kernels.rows import masked_block
 from ..kernels.select import argmax
 from ..models.base import Head, Norm, Step
 from ..models.layers import Addition, entered
@@ -370,14 +371,8 @@ class BlockDrafter:
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
-        tokens = torch.full(
-            (len(slots), self.width),
-            self.backbone.config.mask_token_id,
-            dtype=torch.int64,
-            device=self.device,
-        )
-        tokens[:, 0] = last
-        rows = Rows(tokens, slots, n_past, torch.full_like(slots, self.width), tentative=True)
+        tokens, n_rows = masked_block(last, self.backbone.config.mask_token_id, self.width)
+        rows = Rows(tokens, slots, n_past, n_rows, tentative=True)
         chosen, scores = self.choose(self.backbone.block(rows, self.kvs), last)
         draft = limit(chosen, scores, n, self.n_min, self.options.p_min)
         return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))

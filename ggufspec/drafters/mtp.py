@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..handover import hand_over, on_own_device
-from ..kernels import kv
+from ..kernels import carry, kv
 from ..kernels.matmul import gather
 from ..kernels.select import argmax
 from ..models.base import Step
 from ..models.qwen35 import MtpBlock
 from ..rows import Rows
 from . import Draft, DraftOptions, check_cells, limit
-from .scores import first_share
+from .scores import first_share, head_logits
 from .statistics import Statistics
 
 
@@ -76,39 +76,38 @@ class Mtp:
     @on_own_device
     def observe(self, rows: Rows, output: Any) -> None:
         rows, (hidden,) = rows.to(self.device), hand_over([output.hidden], self.device)
-        before = torch.cat([self._pending(rows.slots, rows.n_past)[:, None], hidden[:, :-1]], dim=1)
-        self.block.forward(self._embed(rows.tokens), before, Step.of(rows), self.kv)
-        entries = torch.arange(rows.n_batch, device=self.device)
-        self.pending[rows.slots] = hidden[entries, rows.n_rows - 1]
-        if rows.tentative:
-            self.verified[rows.slots, : rows.width] = hidden
-            self.verified_rows[rows.slots] = rows.n_rows
+        before = carry.before(self.pending, rows.slots, rows.n_past, hidden)
+        self.block.remember(self._embed(rows.tokens), before, Step.of(rows), self.kv)
+        carry.keep(
+            self.pending, self.verified, self.verified_rows, hidden, rows.slots, rows.n_rows, rows.tentative
+        )
 
     @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, tokens, position = (t.to(self.device) for t in (slots, last, n_past))
         one = torch.ones_like(slots)
-        hidden = self._pending(slots, position)[:, None]
+        hidden = carry.before(self.pending, slots, position)
         chosen, scores = [], []
-        for _ in range(n):
+        for i in range(n):
             rows = Rows(tokens[:, None], slots, position, one, tentative=True)
-            hidden = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
-            logits = self._project(hidden)
+            x, normed = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
+            logits = head_logits(self.block.head, x, normed, self.block.head_norm, self.device)[:, 0]
             tokens = argmax(logits)
             chosen.append(tokens)
             scores.append(first_share(logits, self.options.p_min))
-            position = position + 1
+            if i + 1 < n:
+                hidden, position = self.block.hidden(x), position + 1
         draft = limit(
             torch.stack(chosen, 1), torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
         )
         return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
 
+    @on_own_device
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """The row that pairs with the next token is that of the last accepted one."""
         slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
-        row = torch.minimum(n_accepted, self.verified_rows[slots] - 1)
-        self.pending[slots] = self.verified[slots, row]
+        carry.take(self.pending, self.verified, self.verified_rows, slots, n_accepted)
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         self.stats.record(n_drafted, n_accepted)
@@ -141,15 +140,7 @@ class Mtp:
     def rewind(self, slot: int, state: Tensor) -> None:
         self.pending[slot] = state
 
-    def _pending(self, slots: Tensor, n_past: Tensor) -> Tensor:
-        """[B, D]: the hidden row before position n_past; zeros before the first token, whatever ran earlier."""
-        return torch.where(n_past[:, None] == 0, 0.0, self.pending[slots])
-
     def _embed(self, tokens: Tensor) -> Tensor:
         embedding = self.block.embedding
         x = gather(embedding, tokens.reshape(-1).to(embedding.device)).to(self.device)
         return x.view(*tokens.shape, -1)
-
-    def _project(self, hidden: Tensor) -> Tensor:
-        """[B, 1, D] to logits [B, V], wherever the head lies."""
-        return self.block.project(hidden)[:, 0].to(self.device)

@@ -13,10 +13,10 @@ from ..errors import ConfigError, FileError, UnsupportedError
 from ..kernels import gdn
 from ..kernels.attention import AttentionSpec, attend
 from ..kernels.gdn import GdnSpec, GdnWeights
-from ..kernels.kv import KV, norm_rope_store
-from ..kernels.matmul import Activation, PackedWeight, WeightGroup, matmul, prepare
+from ..kernels.kv import KV, norm_rope_store, store_raw
+from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, matmul, prepare
 from ..kernels.norm import rms_norm
-from ..kernels.prepared import gated_norm
+from ..kernels.prepared import gated_norm, rms_norm_pair
 from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
@@ -258,9 +258,10 @@ class MtpBlock:
 
     block: Qwen35Block  # attention block; its `index` is its place in the MTP cache, 0
     eh_proj: WeightGroup  # [D, 2 D]
+    keys_values: WeightGroup  # the attention's k and v alone
     enorm: Tensor
     hnorm: Tensor
-    head_norm: Tensor
+    head_norm: Norm
     embedding: PackedWeight  # [V, D]
     head: Head
     cache_layer: KVLayer
@@ -271,16 +272,29 @@ class MtpBlock:
     def device(self) -> torch.device:
         return self.block.device
 
-    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> Tensor:
-        """embedded, hidden [B, W, D] (the token's row; the hidden row of the position before) to [B, W, D]."""
-        c = torch.cat([rms_norm(embedded, self.enorm, self.eps), rms_norm(hidden, self.hnorm, self.eps)], dim=-1)
-        (x,) = matmul(prepare(c.reshape(-1, c.shape[-1])), self.eh_proj)
-        x, _ = self.block.run(x.view(embedded.shape), None, step, kv, None)
-        return rms_norm(x, self.head_norm, self.eps)
+    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """embedded, hidden [B, W, D] (the token's row, the hidden row of the position before) to the block's stream."""
+        (x,) = matmul(rms_norm_pair(embedded, hidden, self.enorm, self.hnorm, self.eps), self.eh_proj)
+        return x.view(embedded.shape)
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """[B, W, D] to logits [B, W, V]."""
-        return self.head(hidden)
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> tuple[Tensor, Activation]:
+        """As `join`, to the stream [B, W, D] after the block and its final norm, B*W prepared rows."""
+        x, n = self.block.run(self.join(embedded, hidden), None, step, kv, self.head_norm)
+        assert n is not None
+        return x, n
+
+    def remember(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> None:
+        """What `forward` leaves in the cache, and nothing else of it."""
+        mixer, rows = self.block.mixer, step.rows
+        assert isinstance(mixer, GatedAttention)
+        n = entered(self.join(embedded, hidden), None, self.block.attn_norm)
+        k, v = (t.view(rows.n_batch, rows.width, mixer.n_kv, mixer.hd) for t in matmul(n, self.keys_values))
+        rope = (*step.rope(mixer.rope), mixer.rope)
+        store_raw(kv, k, v, rows.slots, step.store_positions, (mixer.k_norm, mixer.eps), rope)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """A stream [B, W, D] of `forward` to the hidden rows that the next tokens are joined with."""
+        return rms_norm(x, self.head_norm.weight, self.head_norm.eps)
 
 
 def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: Model | None) -> MtpBlock:
@@ -319,12 +333,14 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
                 else weights.vector("output_norm.weight", (D,), device))
     block = load_block(weights, config, i, device, None, WHOLE)
     block.index = 0
+    assert isinstance(block.mixer, GatedAttention)
     return MtpBlock(
         block,
         weights.group(device, (f"{name}.nextn.eh_proj.weight", (D, 2 * D))),
+        fuse(block.mixer.qkv.weights[1:]),
         weights.vector(f"{name}.nextn.enorm.weight", (D,), device),
         weights.vector(f"{name}.nextn.hnorm.weight", (D,), device),
-        norm,
+        Norm(norm, config.layer_norm_rms_epsilon),
         embedding,
         head,
         kv_layer(weights, config, i, device, WHOLE),

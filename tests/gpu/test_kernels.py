@@ -9,7 +9,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 pytestmark = pytest.mark.gpu
 NAMES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
-         "gdn_steps", "gdn_prompt", "selection", "selector_walk", "dynamic_conv", "prepared", "prepared_wide")  # fmt: skip
+         "gdn_steps", "gdn_prompt", "selection", "selector_walk", "dynamic_conv",
+         "rows", "carry", "prepared", "prepared_wide")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

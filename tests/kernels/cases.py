@@ -16,6 +16,8 @@ from ggufspec.kernels import kv as kvs
 from ggufspec.kernels.attention import AttentionSpec
 from ggufspec.kernels.attention import plain as attention_plain
 from ggufspec.kernels.attention import triton as attention_triton
+from ggufspec.kernels.carry import plain as carry_plain
+from ggufspec.kernels.carry import triton as carry_triton
 from ggufspec.kernels.conv import plain as conv_plain
 from ggufspec.kernels.conv import triton as conv_triton
 from ggufspec.kernels.gdn import GdnSpec, GdnWeights, chunked
@@ -30,6 +32,8 @@ from ggufspec.kernels.prepared import triton as prepared_triton
 from ggufspec.kernels.rope import RopeSpec
 from ggufspec.kernels.rope import plain as rope_plain
 from ggufspec.kernels.rope import triton as rope_triton
+from ggufspec.kernels.rows import plain as rows_plain
+from ggufspec.kernels.rows import triton as rows_triton
 from ggufspec.kernels.select import plain as select_plain
 from ggufspec.kernels.select import triton as select_triton
 
@@ -363,6 +367,54 @@ def dynamic_conv(device: str, real: bool) -> None:
         close(total, expected_total, 1e-5, "sum"), close(normed, expected_normed, 1e-5, "norm")
         expected = prepare(normed.flatten(0, 1))
         close(a.rows.float() * a.scale[:, None], (expected.rows.float() * expected.scale[:, None]).cpu(), 4e-3, "norm")
+
+
+# ---- a step's bookkeeping
+
+
+@case
+def rows(device: str, real: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    B, V = (5, 300) if real else (4, 20)
+    for W in (1, 2, 5, 16):
+        n_past, last, n_draft = (torch.randint(0, W, (B,), generator=g) for _ in range(3))
+        sampled, wide = (torch.randint(0, V, (B, W + 2), generator=g) for _ in range(2))
+        for a, b in zip(rows_triton.positions(*on(device, n_past, n_draft + 1), W),
+                        rows_plain.positions(n_past, n_draft + 1, W)):  # fmt: skip
+            same(a, b, "positions")
+        for a, b in zip(rows_triton.masked_block(last.to(device), 7, W), rows_plain.masked_block(last, 7, W)):
+            same(a, b, "masked block")
+        wide[:, W // 2 :] -= V // 4  # ids outside on both sides
+        dlast, dwide, dn = on(device, last, wide * 2, n_draft)
+        tokens, n_rows = rows_plain.lay_out(last, wide[:, : W - 1] * 2, n_draft, V)
+        for a, b in zip(rows_triton.lay_out(dlast, dwide[:, : W - 1], dn, V), (tokens, n_rows)):
+            same(a, b, "lay out")
+        sampled[:, : W // 2 + 1] = torch.cat((tokens[:, 1:], sampled), 1)[:, : W // 2 + 1]
+        is_eog = torch.rand(V, generator=g) < 0.1
+        expected = rows_plain.accepted_prefix(tokens, sampled[:, :W], n_rows, is_eog)
+        dtokens, dsampled, dn, deog = on(device, tokens, sampled, n_rows, is_eog)
+        same(rows_triton.accepted_prefix(dtokens, dsampled[:, :W], dn, deog), expected, "accepted")
+
+
+@case
+def carry(device: str, real: bool) -> None:
+    D, most, B, W = (5120, 16, 3, 5) if real else (1100, 4, 2, 3)
+    slots, n_past, n_rows = torch.tensor([2, 0, 3])[:B], torch.tensor([0, 9, 4])[:B], torch.tensor([W, 1, 2])[:B]
+    mine = random(4, D), random(4, most, D), torch.ones(4, dtype=torch.int64)
+    theirs = tuple(t.clone() for t in on(device, *mine))
+    hidden, dslots, dpast, drows = random(B, W, D), *on(device, slots, n_past, n_rows)
+    for h in (None, hidden):
+        dh = None if h is None else h.to(device)
+        same(carry_triton.before(theirs[0], dslots, dpast, dh), carry_plain.before(mine[0], slots, n_past, h), "before")
+    for tentative in (False, True):
+        carry_plain.keep(*mine, hidden, slots, n_rows, tentative)
+        carry_triton.keep(*theirs, hidden.to(device), dslots, drows, tentative)
+        for a, b in zip(theirs, mine):
+            same(a, b, "kept")
+    for accepted in (0, 1, W):
+        carry_plain.take(*mine, slots, torch.full_like(slots, accepted))
+        carry_triton.take(*theirs, dslots, torch.full_like(dslots, accepted))
+        same(theirs[0], mine[0], "taken")
 
 
 # ---- norms and activations into a matmul's input

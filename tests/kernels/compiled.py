@@ -7,6 +7,7 @@ from ggufspec.kernels import gdn, overlap
 from ggufspec.kernels import kv as kvs
 from ggufspec.kernels.attention import AttentionSpec
 from ggufspec.kernels.attention import triton as attention_triton
+from ggufspec.kernels.carry import triton as carry_triton
 from ggufspec.kernels.conv import triton as conv_triton
 from ggufspec.kernels.gdn import GdnSpec, GdnWeights
 from ggufspec.kernels.gdn import triton as gdn_triton
@@ -15,6 +16,7 @@ from ggufspec.kernels.norm import triton as norm_triton
 from ggufspec.kernels.prepared import triton as prepared_triton
 from ggufspec.kernels.rope import RopeSpec
 from ggufspec.kernels.rope import triton as rope_triton
+from ggufspec.kernels.rows import triton as rows_triton
 from ggufspec.kernels.select import triton as select_triton
 
 KERNELS = {
@@ -23,6 +25,8 @@ KERNELS = {
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
     "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",
+    "positions_kernel", "masked_block_kernel", "lay_out_kernel", "accepted_prefix_kernel",
+    "before_kernel", "keep_kernel", "take_kernel",
 }  # fmt: skip
 
 
@@ -33,6 +37,7 @@ def everything(capability: int) -> None:
         attention()
         recurrent(capability)
         selection()
+        bookkeeping()
     assert set(names) == KERNELS, KERNELS ^ set(names)
 
 
@@ -87,3 +92,15 @@ def selection() -> None:
     conv_triton.dynamic_conv(h, dyn, base, 1)
     conv_triton.prepared_conv(h, dyn, base, 0)
     conv_triton.add_conv_norm(h, h, dyn, base, 1, torch.zeros(5120), 1e-6)
+
+
+def bookkeeping() -> None:
+    n, draft = torch.ones(2, dtype=torch.int64), torch.zeros(2, 7, dtype=torch.int64)
+    rows_triton.positions(n, n, 8)
+    rows_triton.masked_block(n, 9, 8)
+    tokens, n_rows = rows_triton.lay_out(n, draft, n, 248320)
+    rows_triton.accepted_prefix(tokens, tokens, n_rows, torch.zeros(248320, dtype=torch.bool))
+    state = torch.zeros(4, 5120), torch.zeros(4, 16, 5120), n
+    carry_triton.before(state[0], n, n, torch.zeros(2, 8, 5120))
+    carry_triton.keep(*state, torch.zeros(2, 8, 5120), n, n, True)
+    carry_triton.take(*state, n, n)

@@ -13,7 +13,8 @@ import pytest
 HERE = Path(__file__).parent
 pytest.importorskip("triton")
 CASES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
-         "gdn_steps", "gdn_prompt", "selection", "selector_walk", "dynamic_conv", "prepared", "prepared_wide")  # fmt: skip
+         "gdn_steps", "gdn_prompt", "selection", "selector_walk", "dynamic_conv",
+         "rows", "carry", "prepared", "prepared_wide")  # fmt: skip
 
 
 def run(code: str) -> None:
