@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..cache import Cache
 from ..errors import FileError, UnsupportedError
-from ..kernels.attention import AttentionSpec, attend
+from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.fused import GatedPair, added, enter, gated, split
 from ..kernels.kv import norm_rope_store
-from ..kernels.matmul import Activation, WeightGroup, matmul, prepare
+from ..kernels.matmul import Activation, WeightGroup, matmul
 from ..kernels.norm import rms_norm
 from ..kernels.prepared import geglu, swiglu
 from ..kernels.rope import RopeSpec
@@ -209,8 +209,7 @@ class Attention:
         norms = None if p.q_norm is None or p.k_norm is None else (p.q_norm, p.k_norm, self.eps)
         rope = (*step.rope(self.rope), self.rope)
         q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
-        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, q_rotated=True)
-        return prepare(o.reshape(-1, o.shape[-2] * o.shape[-1]))
+        return attend_prepared(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, q_rotated=True)
 
 
 @dataclass

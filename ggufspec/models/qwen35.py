@@ -11,10 +11,10 @@ from torch import Tensor
 from ..cache import Cache, KVLayer, RecurrentLayer
 from ..errors import ConfigError, FileError, UnsupportedError
 from ..kernels import gdn
-from ..kernels.attention import AttentionSpec, attend
+from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.gdn import GdnSpec, GdnWeights
 from ..kernels.kv import KV, norm_rope_store, store_raw
-from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, matmul, prepare
+from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, matmul
 from ..kernels.norm import rms_norm
 from ..kernels.prepared import gated_norm, rms_norm_pair
 from ..kernels.rope import RopeSpec
@@ -118,8 +118,7 @@ class GatedAttention:
         k, v = (t.view(B, W, self.n_kv, self.hd) for t in (k, v))
         norms, rope = (self.q_norm, self.k_norm, self.eps), (*step.rope(self.rope), self.rope)
         q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
-        o = attend(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, gate=gate, q_rotated=True)
-        return prepare(o.reshape(B * W, -1))
+        return attend_prepared(q, kv, rows.slots, rows.n_past, rows.n_rows, self.spec, gate=gate, q_rotated=True)
 
 
 @dataclass

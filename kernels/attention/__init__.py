@@ -7,8 +7,9 @@ from torch import Tensor
 from ggufspec.kernels.attention import plain
 from ggufspec.kernels.attention.spec import AttentionSpec
 from ggufspec.kernels.kv.storage import KV
+from ggufspec.kernels.matmul import Activation
 
-__all__ = ["AttentionSpec", "attend"]
+__all__ = ["AttentionSpec", "attend", "attend_prepared"]
 
 
 def room(x: Tensor) -> ModuleType:
@@ -40,3 +41,17 @@ def attend(
     which has applied the cache's Hadamard rotation already.
     """
     return room(q).attend(q, kv, slots, n_past, n_rows, spec, gate, q_rotated)
+
+
+def attend_prepared(
+    q: Tensor,
+    kv: KV,
+    slots: Tensor,
+    n_past: Tensor,
+    n_rows: Tensor,
+    spec: AttentionSpec,
+    gate: Tensor | None = None,
+    q_rotated: bool = False,
+) -> Activation:
+    """`attend` straight into a matmul's input [B * W, H * hd_v], gate included; narrow batches in the same launches."""
+    return room(q).attend_prepared(q, kv, slots, n_past, n_rows, spec, gate, q_rotated)

@@ -1,6 +1,6 @@
 """Attention over the packed cache in PyTorch: the CPU path and the oracle of the Triton kernels.
 
-Keys are walked in chunks of 256 cells, as on the GPU. Narrow batches go row by row: every product has the
+Keys are walked in chunks of 256 cells. Narrow batches go row by row: every product has the
 shape [chunks * n_kv, group, ..], and the number of chunks follows from the row's own position, so a row's
 bits do not depend on the rows beside it. Prompt chunks take all rows of a chunk at once.
 """
@@ -12,6 +12,8 @@ from ggufspec.kernels.attention.spec import AttentionSpec
 from ggufspec.kernels.kv.hadamard import rotate
 from ggufspec.kernels.kv.plain import cell_positions, decode_cells
 from ggufspec.kernels.kv.storage import CELL_CHUNK, KV
+from ggufspec.kernels.matmul import Activation
+from ggufspec.kernels.matmul.plain import prepare
 from ggufspec.kernels.norm.plain import sigmoid_gate
 
 NARROW_ROWS = 64  # up to this width rows are processed one by one
@@ -43,6 +45,13 @@ def attend(
             out[b] = attend_block(q[b], keys, values, seen, spec)
     out = rotate(out, kv.rotation_v)
     return out if gate is None else sigmoid_gate(out, gate)
+
+
+def attend_prepared(
+    q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec,
+    gate: Tensor | None = None, q_rotated: bool = False,
+) -> Activation:  # fmt: skip
+    return prepare(attend(q, kv, slots, n_past, n_rows, spec, gate, q_rotated).flatten(2).flatten(0, 1))
 
 
 def chunked(kv: KV, slot: int, n_chunks: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from ggufspec.kernels.select import triton as select_triton
 
 KERNELS = {
     "norm_kernel", "activation_kernel", "tables_kernel", "rotate_kernel", "store_kernel", "spin_kernel",
-    "attend_kernel", "combine_kernel", "inputs_kernel", "recurrence_kernel", "inverse_kernel", "scan_kernel",
+    "split_kernel", "combine_kernel", "prompt_kernel", "inputs_kernel", "recurrence_kernel", "inverse_kernel", "scan_kernel",
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
     "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",

@@ -1,0 +1,302 @@
+"""Attention of narrow batches (decode, verify, draft block): the cells in fixed splits, then their combination.
+
+A split is one stretch of cells; `split_start` is a table of the cell's number alone: 32 splits of 64 cells, 32 of
+128, 32 of 256 and so on, so that a short context keeps many programs busy and a long one needs few pieces. Scores of
+cells a row does not see are -inf and add exact zeros, sums over cells are matrix products whose order does not depend
+on the tile's height, and pieces are added by their number: a row's bits depend on nothing but its own past.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ggufspec.kernels.attention.spec import AttentionSpec
+from ggufspec.kernels.attention.tiles import compute_type, load_pairs, load_tile, product
+from ggufspec.kernels.kv.storage import KV
+from ggufspec.kernels.kv.triton import Q8_0, as_halves, hadamard, iq4_table, kind_of
+from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
+from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
+from ggufspec.kernels.matmul.weight import Activation
+from ggufspec.kernels.overlap import begin, overlap
+
+CHUNK = tl.constexpr(64)  # cells of a split of the lowest level
+LEVEL = tl.constexpr(32)  # splits of a level; the next level's are twice as long
+PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
+PIECES = 32  # splits that the second kernel adds at a time
+DIMS = 64  # value dimensions a program of the second kernel takes; rotations of values are of this size
+
+
+@triton.jit
+def split_start(s):
+    """The first cell of split s."""
+    level = s // LEVEL
+    return (((1 << level) - 1) * LEVEL + ((s % LEVEL) << level)) * CHUNK
+
+
+@triton.jit
+def split_of(cell):
+    """The split that holds a cell."""
+    runs = (cell // (CHUNK * LEVEL) + 1).to(tl.float32)
+    level = (runs.to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2)
+    return level * LEVEL + (cell - ((1 << level) - 1) * (CHUNK * LEVEL)) // ((1 << level) * CHUNK)
+
+
+def count_splits(n_cells: int) -> int:
+    """Splits that n_cells cells lie in."""
+    level = ((n_cells - 1) // (CHUNK.value * LEVEL.value) + 1).bit_length() - 1
+    start = CHUNK.value * LEVEL.value * ((1 << level) - 1)
+    return LEVEL.value * level + (n_cells - 1 - start) // (CHUNK.value << level) + 1
+
+
+@triton.jit
+def live(
+    n_past_ptr, n_rows_ptr, b, W, n_cells, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Of entry b: (n_past, stored positions, used cells, first cell to read, cell to stop at, first split, split to
+    stop at)."""
+    n_past = tl.load(n_past_ptr + b).to(tl.int32)
+    n_stored = n_past + tl.load(n_rows_ptr + b).to(tl.int32)
+    used = tl.minimum(n_stored, n_cells)
+    low, end = n_past * 0, used
+    if not RING:
+        if CAUSAL:
+            end = tl.minimum(end, n_past + W)
+        if WINDOW:
+            low = tl.maximum(n_past - window + 1, 0) // N * N
+    stop = tl.where(end > low, split_of(tl.maximum(end - 1, 0)) + 1, 0)
+    return n_past, n_stored, used, low, end, split_of(low), stop
+
+
+@triton.jit(do_not_specialize=["W"])
+def split_kernel(
+    q_ptr, k_ptr, k_half_ptr, v_ptr, v_half_ptr, table_ptr, slot_ptr, n_past_ptr, n_rows_ptr,
+    part_ptr, top_ptr, total_ptr,
+    W, n_cells, scale, window, n_splits,
+    N_KV: tl.constexpr, G: tl.constexpr, HD_K: tl.constexpr, HD_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROW_K: tl.constexpr, HALF_K: tl.constexpr, ROW_V: tl.constexpr, HALF_V: tl.constexpr,
+    KIND_K: tl.constexpr, KIND_V: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
+    SPLIT_K: tl.constexpr, SPLIT_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    RING: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (key head and tile of M pairs, place among the programs of the splits, entry): of each pair's splits
+    the largest score, the sum of exponentials and the weighted values. part [B, W, H, n_splits, HD_V], top and total
+    [B, W, H, n_splits]; splits that hold nothing to read are not written."""
+    begin(PDL)
+    group, tile, b = tl.program_id(0) % N_KV, tl.program_id(0) // N_KV, tl.program_id(2)
+    n_past, n_stored, used, low, end, first, stop = live(
+        n_past_ptr, n_rows_ptr, b, W, n_cells, window, CAUSAL, WINDOW, RING, N
+    )
+    mine = stop - 1 - tl.program_id(1)  # the longest splits start first
+    if mine < first:
+        return
+    index = tile * M + tl.arange(0, M)  # (row, query head of the group)
+    row, head = index // G, group * G + index % G
+    valid = row < W
+    position = n_past + row
+    pair = ((b * W + row) * (N_KV * G) + head).to(tl.int64)
+    e, ev = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    q = tl.load(q_ptr + pair[:, None] * HD_K + e[None, :], valid[:, None] & (e < HD_K)[None, :], 0.0) * scale
+    head_of_slot = tl.load(slot_ptr + b) * n_cells * N_KV + group
+    k_ptr += head_of_slot * ROW_K
+    v_ptr += head_of_slot * ROW_V
+    k_half_ptr += head_of_slot * HALF_K
+    v_half_ptr += head_of_slot * HALF_V
+    PAIRED: tl.constexpr = KIND_V == Q8_0
+    ones = tl.full((N, 16), 1.0, TYPE_V)
+    for back in range(stop - 1 - mine, stop - first, tl.num_programs(1)):
+        split = stop - 1 - back
+        top = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M, 16), tl.float32)
+        acc = tl.zeros((M, BLOCK_V // 2 if PAIRED else BLOCK_V), tl.float32)
+        odd = acc
+        begins, ends = tl.maximum(split_start(split), low), tl.minimum(split_start(split + 1), end)
+        for start in range(begins.to(tl.int64), ends.to(tl.int64), N):
+            k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
+                          KIND_K, HD_K, BLOCK_K, N, TYPE_K, ASM)  # fmt: skip
+            cell = (start + tl.arange(0, N)).to(tl.int32)
+            held = cell
+            if RING:
+                behind = n_stored - 1 - cell
+                held = tl.where(behind >= 0, n_stored - 1 - behind % n_cells, cell - n_cells)
+                held = tl.where(n_stored <= n_cells, cell, held)
+            distance = position[:, None] - held[None, :]
+            seen = valid[:, None] & ((cell < used) & (held >= 0))[None, :]
+            if CAUSAL:
+                seen = seen & (distance >= 0)
+            if WINDOW:
+                seen = seen & (distance < window)
+            scores = tl.where(seen, product(q, tl.trans(k), SPLIT_K), float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp(scores - safe[:, None])
+            shrink = tl.exp(top - safe)[:, None]
+            total = total * shrink + product(p, ones, SPLIT_V)
+            if PAIRED:
+                v, w = load_pairs(v_half_ptr, start, used, N_KV * HALF_V, HD_V, BLOCK_V, N, ASM)
+                odd = odd * shrink + product(p, w, SPLIT_V)
+            else:
+                v = load_tile(v_ptr, v_half_ptr, table_ptr, start, used, N_KV * ROW_V, N_KV * HALF_V,
+                              KIND_V, HD_V, BLOCK_V, N, TYPE_V, ASM)  # fmt: skip
+            acc = acc * shrink + product(p, v, SPLIT_V)
+            top = higher
+        if PAIRED:
+            acc = tl.interleave(acc, odd)
+        at = pair * n_splits + split
+        tl.store(top_ptr + at, top, valid)
+        tl.store(total_ptr + at, tl.max(total, 1), valid)  # its columns are equal
+        tl.store(part_ptr + at[:, None] * HD_V + ev[None, :], acc, valid[:, None] & (ev < HD_V)[None, :])
+
+
+@triton.jit(do_not_specialize=["W"])
+def combine_kernel(
+    part_ptr, top_ptr, total_ptr, sinks_ptr, gate_ptr, n_past_ptr, n_rows_ptr, out_ptr, scale_ptr,
+    W, H, n_cells, window, n_splits, gate_row, gate_head, width,
+    HD_V: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    RING: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, SPIN: tl.constexpr, LOG: tl.constexpr, N: tl.constexpr,
+    PREPARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head, D value dimensions): the splits' pieces in order, the Hadamard rotation back, the output
+    gate. out [B, W, H, HD_V], or PREPARED: a matmul's input, rows of `width` halves, and its scale."""
+    begin(PDL)
+    row, head, e = tl.program_id(0), tl.program_id(1), tl.program_id(2) * D + tl.arange(0, D)
+    _, _, _, _, _, first, stop = live(n_past_ptr, n_rows_ptr, row // W, W, n_cells, window, CAUSAL, WINDOW, RING, N)
+    pair = (row * H + head).to(tl.int64)
+    mask = e < HD_V
+    z = tl.zeros((D,), tl.float32)
+    if GATE:
+        z = tl.load(gate_ptr + row.to(tl.int64) * gate_row + head * gate_head + e, mask, 0.0)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((D,), tl.float32)
+    for start in range(first // STEP * STEP, stop, STEP):
+        s = start + tl.arange(0, STEP)
+        inside = (s >= first) & (s < stop)
+        at = pair * n_splits + s
+        tops = tl.load(top_ptr + at, inside, float("-inf"))
+        totals = tl.load(total_ptr + at, inside, 0.0)
+        part = tl.load(part_ptr + at[:, None] * HD_V + e[None, :], inside[:, None] & mask[None, :], 0.0)
+        higher = tl.maximum(top, tl.max(tops, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, shrink = tl.exp(tops - safe), tl.exp(top - safe)
+        total = total * shrink + tl.sum(weight * totals, 0)
+        acc = acc * shrink + tl.sum(weight[:, None] * part, 0)
+        top = higher
+    if SINKS:
+        sink = tl.load(sinks_ptr + head)
+        higher = tl.maximum(top, sink)
+        shrink = tl.exp(top - higher)
+        total = total * shrink + tl.exp(sink - higher)
+        acc = acc * shrink
+    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
+    if SPIN > 0:
+        out = hadamard(out, D, SPIN, LOG)
+    if GATE:
+        out = out * tl.div_rn(1.0, 1.0 + tl.exp(-z))
+    if PREPARED:
+        out_ptr += row.to(tl.int64) * width
+        tl.store(out_ptr + row_place(head * HD_V + e), fixed_half(out), mask)
+        if (head == 0) & (tl.program_id(2) == 0):
+            tl.store(scale_ptr + row, FIXED_SCALE)
+            past = H * HD_V + tl.arange(0, 256)  # columns that fill up the last super-block
+            tl.store(out_ptr + row_place(past), tl.zeros((256,), tl.float16), past < width)
+    else:
+        tl.store(out_ptr + pair * HD_V + e, out, mask)
+
+
+def pieces(
+    q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q [B, W, H, hd], rotated as the cache is, contiguous float32: what `split_kernel` writes."""
+    B, W, H, hd_k = q.shape
+    n_kv, hd_v = kv.n_kv, kv.hd_v
+    G = H // n_kv
+    (type_k, split_k), (type_v, split_v) = compute_type(kv.type_k), compute_type(kv.type_v)
+    M = 16 if W * G <= 16 or tl.float32 in (type_k, type_v) or old(q.device) else 32
+    tiles = triton.cdiv(W * G, M)
+    n_splits = count_splits(kv.n_cells)
+    programs = max(1, min(n_splits, PROGRAMS // (n_kv * tiles * B)))
+    kh, vh = as_halves(kv.k), as_halves(kv.v)
+    parts = torch.empty(B, W, H, n_splits, hd_v, dtype=torch.float32, device=q.device)
+    tops, totals = torch.empty(2, B, W, H, n_splits, dtype=torch.float32, device=q.device).unbind(0)
+    split_kernel[(n_kv * tiles, programs, B)](
+        q, kv.k, kh, kv.v, vh, iq4_table(q.device), slots, n_past, n_rows, parts, tops, totals,
+        W, kv.n_cells, spec.scale, spec.window, n_splits,
+        n_kv, G, hd_k, hd_v, max(32, triton.next_power_of_2(hd_k)), max(32, triton.next_power_of_2(hd_v)),
+        kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
+        kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v, spec.causal, spec.window > 0, kv.ring,
+        M, cells_at_once(kv), not triton.knobs.runtime.interpret, num_warps=8, num_stages=stages(kv),
+        maxnreg=128 if M == 16 else None,  # two programs fit a multiprocessor
+        **overlap(q),
+    )  # fmt: skip
+    return parts, tops, totals
+
+
+@functools.cache
+def old(device: torch.device) -> bool:
+    """Whether a card has 64 KB of shared memory and no tensor cores that Triton uses (before capability 8.0)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def cells_at_once(kv: KV) -> int:
+    """Cells of a tile. Cache and card alone decide, as the order of sums follows from it."""
+    if old(kv.device):
+        return 16
+    return 32 if tl.float32 in (compute_type(kv.type_k)[0], compute_type(kv.type_v)[0]) else 64
+
+
+def stages(kv: KV) -> int:
+    """3: two tiles are on their way while a program works on a third. 2: where tiles are so large that other programs
+    must fill the gaps (consumer cards have 99 KB of shared memory, two programs share it or 227 KB)."""
+    n_bytes = cells_at_once(kv) * sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
+    return 3 if n_bytes <= 40_000 else 2
+
+
+def combine(
+    q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec, gate: Tensor | None,
+    out: Tensor, scale: Tensor | None,
+) -> None:  # fmt: skip
+    """Attention of q into out [B, W, H, hd_v], or with a scale [B * W] into rows [B * W, width] of a matmul."""
+    B, W, H, _ = q.shape
+    hd_v = kv.hd_v
+    parts, tops, totals = pieces(q, kv, slots, n_past, n_rows, spec)
+    gate_row = gate_head = 0
+    if gate is not None:
+        if gate.stride(3) != 1 or (B > 1 and gate.stride(0) != W * gate.stride(1)):
+            gate = gate.contiguous()
+        gate_row, gate_head = gate.stride(1), gate.stride(2)
+    D = DIMS if hd_v % DIMS == 0 else triton.next_power_of_2(hd_v)
+    combine_kernel[(B * W, H, triton.cdiv(hd_v, D))](
+        parts, tops, totals, q if spec.sinks is None else spec.sinks, q if gate is None else gate, n_past, n_rows,
+        out, out if scale is None else scale,
+        W, H, kv.n_cells, spec.window, parts.shape[3], gate_row, gate_head, out.shape[-1],
+        hd_v, D, PIECES, spec.causal, spec.window > 0, kv.ring, spec.sinks is not None, gate is not None,
+        kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, cells_at_once(kv), scale is not None,
+        num_warps=4, **overlap(q),
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec, gate: Tensor | None
+) -> Tensor:
+    """q [B, W, H, hd], rotated as the cache is, contiguous float32, to [B, W, H, hd_v]."""
+    out = torch.empty(*q.shape[:3], kv.hd_v, dtype=torch.float32, device=q.device)
+    combine(q, kv, slots, n_past, n_rows, spec, gate, out, None)
+    return out
+
+
+def attend_prepared(
+    q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec, gate: Tensor | None
+) -> Activation:
+    """The same to a matmul's input [B * W, H * hd_v]."""
+    B, W, H, _ = q.shape
+    rows = torch.empty(B * W, n_super_blocks(H * kv.hd_v) * BLOCK, dtype=torch.float16, device=q.device)
+    scale = torch.empty(B * W, dtype=torch.float32, device=q.device)
+    combine(q, kv, slots, n_past, n_rows, spec, gate, rows, scale)
+    return Activation(rows, H * kv.hd_v, scale)
