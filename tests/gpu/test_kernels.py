@@ -9,6 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 pytestmark = pytest.mark.gpu
 NAMES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
+         "attention_splits", "attention_prepared",
          "gdn_steps", "gdn_prompt", "selection", "selector_walk", "dynamic_conv",
          "rows", "carry", "prepared", "prepared_wide")  # fmt: skip
 

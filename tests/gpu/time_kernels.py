@@ -1,6 +1,6 @@
 """Microseconds of each non-matmul kernel at the shapes of a 27-billion-parameter hybrid model, graph-captured.
 
-    python tests/gpu/time_kernels.py [--widths 1,8] [--depths 0,8192,32000] [--tile 32] [--values 16]
+    python tests/gpu/time_kernels.py [--widths 1,8] [--depths 128,8192,32768] [--cells 65536] [--values 16]
 
 Prints a table: kernel, width, microseconds, bytes that must be moved, their share of the copy rate measured in the
 same run. Weights and caches are rotated so that the card's cache cannot hold them.
@@ -15,7 +15,6 @@ import torch
 
 from ggufspec.kernels import attention, conv, gdn, matmul, norm, prepared, rope, select
 from ggufspec.kernels import kv as kvs
-from ggufspec.kernels.attention import triton as attention_triton
 from ggufspec.kernels.gdn import triton as gdn_triton
 
 D, F, V, H, N_KV, HD = 5120, 17408, 248320, 24, 4, 256
@@ -75,9 +74,10 @@ def elementwise(W: int, rate: float) -> None:
     report("dynamic_conv", W, microseconds(lambda i: conv.dynamic_conv(h, dyn, base, 0)), 2 * W * D * 4, rate)
 
 
-def attend(W: int, depth: int, type_name: str, rate: float) -> None:
-    caches = [kvs.allocate(type_name, type_name, 1, max(depth + 64, 2048), N_KV, HD, HD, "cuda")
-              for _ in range(COPIES)]  # fmt: skip
+def attend(W: int, depth: int, type_name: str, rate: float, n_cells: int = 0) -> None:
+    """n_cells: of the cache, at least what the depth needs; cells past the depth should cost nothing."""
+    n_cells = max(depth + W, 1024, n_cells)
+    caches = [kvs.allocate(type_name, type_name, 1, n_cells, N_KV, HD, HD, "cuda") for _ in range(COPIES)]
     slots, n_past = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.full((1,), depth, device="cuda")
     n_rows = torch.full((1,), W, device="cuda")
     positions = n_past[:, None] + torch.arange(W, device="cuda")
@@ -93,10 +93,13 @@ def attend(W: int, depth: int, type_name: str, rate: float) -> None:
     q, mask = store(0), attention.AttentionSpec(HD**-0.5)
     n_bytes = 2 * depth * N_KV * caches[0].k.shape[-1] * caches[0].k.element_size()
 
-    def run(i: int) -> torch.Tensor:
-        return attention.attend(q, caches[i % COPIES], slots, n_past, n_rows, mask, q_gate[..., 1, :], True)
+    def run(i: int, attend: Callable[..., object] = attention.attend) -> object:
+        return attend(q, caches[i % COPIES], slots, n_past, n_rows, mask, q_gate[..., 1, :], True)
 
-    report(f"attend {type_name} depth {depth}", W, microseconds(run), n_bytes, rate)
+    name = f"{type_name} depth {depth} of {caches[0].n_cells}"
+    report(f"attend {name}", W, microseconds(run), n_bytes, rate)
+    us = microseconds(lambda i: run(i, attention.attend_prepared))
+    report(f"attend prepared {name}", W, us, n_bytes, rate)
 
 
 def recurrent(W: int, rate: float) -> None:
@@ -137,12 +140,12 @@ def selection(W: int, rate: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--widths", default="1,4,8,16")
-    parser.add_argument("--depths", default="0,8192,32000")
-    parser.add_argument("--tile", type=int, default=attention_triton.NARROW_TILE, help="rows of the narrow attention")
+    parser.add_argument("--depths", default="128,8192,32768")
+    parser.add_argument("--cells", type=int, default=0, help="cells of the caches, at least the depth")
     parser.add_argument("--values", type=int, default=gdn_triton.VALUES, help="value rows a GDN program holds")
     parser.add_argument("--no-prompt", action="store_true")
     options = parser.parse_args()
-    attention_triton.NARROW_TILE, gdn_triton.VALUES = options.tile, options.values
+    gdn_triton.VALUES = options.values
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, copy {rate:.0f} GB/s")
     for W in map(int, options.widths.split(",")):
@@ -150,7 +153,7 @@ def main() -> None:
         recurrent(W, rate)
         for depth in map(int, options.depths.split(",")):
             for type_name in ("f16", "q8_0"):
-                attend(W, depth, type_name, rate)
+                attend(W, depth, type_name, rate, options.cells)
         selection(W, rate)
     if not options.no_prompt:
         prompt(2048, rate)

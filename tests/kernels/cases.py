@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ggufspec.kernels import gdn
 from ggufspec.kernels import kv as kvs
-from ggufspec.kernels.attention import AttentionSpec
+from ggufspec.kernels.attention import AttentionSpec, narrow
 from ggufspec.kernels.attention import plain as attention_plain
 from ggufspec.kernels.attention import triton as attention_triton
 from ggufspec.kernels.carry import plain as carry_plain
@@ -245,6 +247,63 @@ def attention_width(device: str, real: bool) -> None:
                 torch.tensor([7, start], device=device), torch.tensor([1, W], device=device), spec,
             )  # fmt: skip
             same(both[1:], alone[:, :W], f"{type_name} window {window} beside another slot")
+
+
+@triton.jit
+def splits_kernel(cell_ptr, split_ptr, start_ptr, next_ptr):
+    i = tl.program_id(0)
+    split = narrow.split_of(tl.load(cell_ptr + i))
+    tl.store(split_ptr + i, split)
+    tl.store(start_ptr + i, narrow.split_start(split))
+    tl.store(next_ptr + i, narrow.split_start(split + 1))
+
+
+@case
+def attention_splits(device: str, real: bool) -> None:
+    """Splits hold every cell once; their number, and how many a program takes, change no bit."""
+    cells = torch.tensor([0, 63, 64, 2047, 2048, 2175, 2176, 6143, 6144, 30719, 30720, 63487, 63488, 1 << 20])
+    out = torch.zeros(3, len(cells), dtype=torch.int32, device=device)
+    splits_kernel[(len(cells),)](cells.int().to(device), *out, enable_fp_fusion=True)
+    split, start, stop = out.cpu().long()
+    assert bool(((start <= cells) & (cells < stop)).all()), (start, stop)
+    same(split, torch.tensor([narrow.count_splits(int(cell) + 1) - 1 for cell in cells]), "splits")
+    same(stop - start, torch.tensor([64, 64, 64, 64, 128, 128, 128, 128, 256, 512, 1024, 1024, 2048, 32768]), "sizes")
+    n_kv, G, hd, n, W = (4, 6, 256, 20000, 16) if real else (1, 3, 32, 2200, 2)
+    mine, kv = filled(device, "q8_0", "f16", n, n, n_kv, hd, hd)
+    q, spec = random(1, W, n_kv * G, hd), AttentionSpec(hd**-0.5)
+    expected = attention_plain.attend(q, mine, one(1), one(n - W), one(W), spec)
+    all_programs = narrow.PROGRAMS
+    outs = []
+    for programs in (all_programs, 3, 7):
+        narrow.PROGRAMS = programs * n_kv
+        outs.append(attention_triton.attend(q.to(device), kv, *on(device, one(1), one(n - W), one(W)), spec))
+    narrow.PROGRAMS = all_programs
+    close(outs[0], expected, 2e-3, "many splits")
+    same(outs[1], outs[0], "programs of several splits"), same(outs[2], outs[0], "programs of several splits")
+
+
+@case
+def attention_prepared(device: str, real: bool) -> None:
+    """A matmul's input: the same values in the kernels' order, rounded once; zeros past the columns; rows alone."""
+    n_kv, G, hd, hd_v, n = (4, 6, 256, 256, 700) if real else (2, 3, 64, 32, 150)
+    for type_name, W in (("q8_0", 5), ("f16", 3), ("f16", 20)):
+        _, kv = filled(device, type_name, type_name, n, n, n_kv, hd, hd_v)
+        q, gate = on(device, random(1, W, n_kv * G, hd), random(1, W, n_kv * G, hd_v) * 3)
+        spec = AttentionSpec(hd**-0.5)
+
+        def run(room, first: int, W: int, q=q, gate=gate, kv=kv, spec=spec):
+            rows, counts = slice(first, first + W), on(device, one(1), one(n - 30 + first), one(W))
+            return room(q[:, rows], kv, *counts, spec, gate[:, rows])
+
+        got, plain = run(attention_triton.attend_prepared, 0, W), run(attention_triton.attend, 0, W)
+        expected = prepare(plain.flatten(2).flatten(0, 1))
+        assert got.n_columns == n_kv * G * hd_v and got.rows.shape == expected.rows.shape
+        a, b = (x.rows.float() * x.scale[:, None] for x in (got, expected))
+        close(a, b.cpu(), 1e-3 * plain.abs().max().item(), f"prepared {type_name}")
+        if W <= 16:
+            assert bool((got.scale == 16.0).all())
+            alone = [run(attention_triton.attend_prepared, i, 1).rows for i in range(W)]
+            same(torch.cat(alone), got.rows, "rows alone")
 
 
 # ---- gated DeltaNet
