@@ -18,18 +18,21 @@ from ggufspec import bundled
 from ggufspec.errors import PlacementError
 from ggufspec.parallel import Cut, Shard
 from ggufspec.placement import place_layers
+from ggufspec.tools.options import parse
+from ggufspec.tools.runtime import drafter_owner
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 
 
-def run_ranks(shares: list[float], out: Path) -> list[dict]:
+def run_ranks(shares: list[float], out: Path, *more: str) -> list[dict]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     text = ",".join(map(str, shares))
     ranks = [
-        subprocess.Popen([sys.executable, str(WORKER), str(r), text, str(out)], env=environment, stderr=subprocess.PIPE)
+        subprocess.Popen([sys.executable, str(WORKER), str(r), text, str(out), *more], env=environment,
+                         stderr=subprocess.PIPE)
         for r in range(len(shares))
     ]
     for rank in ranks:
@@ -50,6 +53,29 @@ def test_ranks_emit_the_tokens_of_one_device(shares: list[float], alone: dict, t
     assert len(alone["tokens"]) == 8
     for result in run_ranks(shares, tmp_path / "out"):
         assert result["tokens"] == alone["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shares", "owner"), [([1, 1], 1), ([6, 6, 4], 0)], ids=str)
+def test_a_drafter_on_one_rank_drafts_for_all(shares: list[float], owner: int, alone: dict, tmp_path: Path) -> None:
+    """The tokens of one device, and as many accepted drafts: every rank was given those of the owner."""
+    for result in run_ranks(shares, tmp_path / "out", str(owner)):
+        assert result["tokens"] == alone["tokens"]
+        assert result["accepted"] == alone["accepted"]
+        assert all(result["accepted"][f"{name} 0"] > 0 for name in ("draft-mtp", "draft-dspark", "draft-dflash"))
+
+
+def test_who_owns_a_drafter() -> None:
+    """The rank of the named device, whatever its place in the list; the first for a device outside the split."""
+    def owner(*arguments: str) -> int | None:
+        return drafter_owner(parse("cli", ["-m", "x", "-sm", "tensor", *arguments]))
+
+    devices = ("--device", "CPU0,CPU1,CPU2")
+    assert owner(*devices) is None
+    assert owner(*devices, "--device-draft", "CPU1") == 1
+    assert owner(*devices, "-ts", "1,0,2", "--device-draft", "CPU2") == 1
+    assert owner(*devices, "-ts", "1,0,2", "--device-draft", "CPU1") == 0
+    assert owner(*devices, "-ngld", "0") == 0
 
 
 def test_bounds_are_whole_units_and_cover_everything() -> None:
@@ -95,9 +121,12 @@ COMMAND = [
 def test_the_command_starts_its_own_ranks() -> None:
     texts = [
         subprocess.run([*COMMAND, "-n", "16", *extra], capture_output=True, timeout=300, check=True).stdout
-        for extra in (["-sm", "none"], ["-sm", "layer"], ["-sm", "tensor", "-ts", "1,1", "--spec-type", "draft-mtp"])
+        for extra in (
+            ["-sm", "none"], ["-sm", "layer"], ["-sm", "tensor", "-ts", "1,1", "--spec-type", "draft-mtp"],
+            ["-sm", "tensor", "--spec-type", "draft-mtp", "--device-draft", "CPU1"],
+        )
     ]
-    assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 10
+    assert all(text == texts[0] for text in texts) and len(texts[0]) > 10
 
 
 @pytest.mark.slow
