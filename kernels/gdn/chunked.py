@@ -9,7 +9,8 @@ is a unit lower triangular system, whose solution is linear in A: delta = U - Y 
     o_t = (e^{G_t} A q_t + sum_{s<=t} e^{G_t - G_s} (q_t.k_s) delta_s) / sqrt(d)
     A'  = e^{G_last} A + sum_s delta_s (e^{G_last - G_s} k_s)^T
 
-Everything but the walk of A over chunks is independent of A and done for all chunks at once.
+Everything but the walk of A over chunks is independent of A and done for all chunks at once. This is the CPU's path and
+the twin of the kernels in `scan`.
 """
 
 import torch
@@ -46,21 +47,12 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     system = (beta * (k @ kT) * decay).tril(-1)
     U, Y = solve(system, torch.cat((beta * v, beta * grown * k), -1)).split((d, d), -1)
     pieces = U, Y, (q @ kT) * decay, q * grown, k * rest, grown[..., -1, 0], state
-    if v.is_cuda:
-        from ggufspec.kernels.gdn import triton
-
-        out, state = triton.scan(*pieces)
-    else:
-        out, state = scan(*pieces)
+    out, state = scan(*pieces)
     return out.flatten(2, 3)[:, :, :T].transpose(1, 2).contiguous(), state
 
 
 def solve(system: Tensor, right: Tensor) -> Tensor:
     """(I + system)^-1 right for strictly lower triangular systems [.., CHUNK, CHUNK]."""
-    if system.is_cuda:
-        from ggufspec.kernels.gdn.triton import inverse
-
-        return inverse(system) @ right
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
