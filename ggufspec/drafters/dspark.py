@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
-from ..kernels.select import markov_chain
+from ..kernels.select import confidences, markov_chain, markov_tokens
 from ..weights import Weights
 from . import DraftOptions
 from .dflash import Backbone, Block, BlockDrafter
+from .scores import first_share
 
 
 class DSpark(BlockDrafter):
@@ -43,8 +44,14 @@ class DSpark(BlockDrafter):
     def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
         first = self.backbone.config.first_row
         hidden = None if self.confidence is None else self.backbone.hidden(block)[:, first:]
+        logits = self.backbone.logits(block, first)
+        if self.backbone.d2t is None:
+            tokens, embedded = markov_tokens(logits, last, self.markov_in, self.markov_out)
+            if hidden is None or self.confidence is None:
+                return tokens, first_share(logits, 0.0)
+            return tokens, confidences(hidden, embedded, *self.confidence)
         return markov_chain(
-            self.backbone.logits(block, first),
+            logits,
             last,
             lambda ids: gather(self.markov_in, ids),
             lambda e: matmul(prepare(e), self.markov_out)[0],

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from ggufspec.kernels.select.chains import markov_chain, n_passing, selector_walk
+from ggufspec.kernels.select.chains import confidences, markov_chain, markov_tokens, n_passing, selector_walk
 from ggufspec.kernels.select.rooms import room
 
 __all__ = [
-    "argmax", "log_probability", "log_softmax", "markov_chain", "n_passing", "selector_walk", "top_k",
-    "top_k_softmax",
+    "argmax", "confidences", "log_probability", "log_softmax", "markov_chain", "markov_tokens", "n_passing",
+    "selector_walk", "top_k", "top_k_softmax",
 ]  # fmt: skip
 
 

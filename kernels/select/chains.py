@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ggufspec.kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
 from ggufspec.kernels.norm.plain import sigmoid
 from ggufspec.kernels.select.rooms import room
 
@@ -44,16 +45,36 @@ def markov_chain(
         e = embed(previous)
         bias = project(e)
         if hidden is not None and confidence is not None:
-            weight, offset = confidence
-            D = hidden.shape[-1]
-            score = (hidden[:, i] * weight[:D]).sum(-1) + (e * weight[D:]).sum(-1) + offset
-            scores[:, i] = sigmoid(score)
+            scores[:, i] = confidences(hidden[:, i], e, *confidence)
         if d2t is None:
             previous = room(logits).argmax(logits[:, i], bias)
         else:
             previous = room(logits).argmax(logits[:, i].index_add(-1, d2t, bias))
         tokens[:, i] = previous
     return tokens, scores
+
+
+def markov_tokens(
+    logits: Tensor, last: Tensor, table: PackedWeight, project: WeightGroup
+) -> tuple[Tensor, Tensor]:
+    """`markov_chain` over quantized weights and the whole vocabulary, the confidence head left to the caller.
+
+    table [V, r]: a token's Markov row; project [V, r]: Markov rows to biases. Returns tokens [B, n] int64 and the
+    Markov row [B, n, r] of the token before each row.
+    """
+    if logits.is_cuda:
+        return room(logits).markov_tokens(logits, last, table, project)
+    tokens, _ = markov_chain(
+        logits, last, lambda ids: gather(table, ids), lambda e: matmul(prepare(e), project)[0]
+    )
+    before = torch.cat((last[:, None], tokens[:, :-1]), 1)
+    return tokens, gather(table, before.reshape(-1)).view(*before.shape, -1)
+
+
+def confidences(hidden: Tensor, embedded: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """DSpark's confidence head: hidden [.., D], Markov rows [.., r], weight [D + r], bias [1] to [..]."""
+    D = hidden.shape[-1]
+    return sigmoid((hidden * weight[:D]).sum(-1) + (embedded * weight[D:]).sum(-1) + bias)
 
 
 def selector_walk(

@@ -1,6 +1,8 @@
 """Token selection as Triton kernels, in two passes over the vocabulary.
 
-Top-k packs a logit and its id into one integer whose order is: larger logit first, then lower id.
+Top-k packs a logit and its id into one integer whose order is: larger logit first, then lower id. For a small k the
+first pass only finds every run's best: the k runs with the largest hold all of the k best, for each of the k runs has
+one that is no worse than the k-th largest of all.
 """
 
 from __future__ import annotations
@@ -10,10 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.matmul import PackedWeight, WeightGroup, matmul
+from ggufspec.kernels.matmul.cuda import NARROW_TOKENS
+from ggufspec.kernels.matmul.triton import source_of, value
 from ggufspec.kernels.overlap import begin, overlap
+from ggufspec.kernels.prepared.triton import Target, whole_row, write_row
 
-BLOCK = 4096  # logits a program of the first argmax pass takes
-SORT = 1024  # packed logits a program of a top-k pass sorts
+BLOCK = 2048  # logits a program of the first argmax pass takes
+RUNS = 2048  # logits a program of the first top-k pass takes
+SMALL_K = 64  # up to it by runs
+SORT = 1024  # packed logits a program of a top-k pass sorts, beyond
 LARGEST_K = 256  # beyond it the library selects
 
 
@@ -49,6 +57,38 @@ def packed(x, i):
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - i.to(tl.int64))
+
+
+@triton.jit
+def run_max_kernel(x_ptr, out_ptr, V, n_runs, x_row, RUN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The largest of each run of RUN logits, packed with the number of the run."""
+    begin(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    run = tl.program_id(0) * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
+    i = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    x = tl.load(x_ptr + row * x_row + i, i < V, float("-inf"))
+    tl.store(out_ptr + row * n_runs + run, packed(tl.max(x, 1), run), run < n_runs)
+
+
+@triton.jit
+def top_of_runs_kernel(
+    x_ptr, run_ptr, value_ptr, id_ptr, k, V, n_runs, x_row,
+    K: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the K best runs, then the k best logits in them, descending."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, RUNS)
+    runs = tl.topk(tl.load(run_ptr + row * n_runs + r, r < n_runs, -0x7FFFFFFFFFFFFFFF), K)
+    first = (0x7FFFFFFF - (runs & 0x7FFFFFFF)) * RUN
+    i = tl.reshape(first[:, None] + tl.arange(0, RUN)[None, :], (K * RUN,))
+    x = tl.load(x_ptr + row * x_row + i, i < V, float("-inf"))
+    key = tl.topk(tl.where(i < V, packed(x, i), -0x7FFFFFFFFFFFFFFF), K)
+    ordered = (key >> 32).to(tl.int32)
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    j = tl.arange(0, K)
+    tl.store(value_ptr + row * k + j, bits.to(tl.float32, bitcast=True), j < k)
+    tl.store(id_ptr + row * k + j, 0x7FFFFFFF - (key & 0x7FFFFFFF), j < k)
 
 
 @triton.jit
@@ -93,18 +133,60 @@ def walk_kernel(
     b = tl.program_id(0).to(tl.int64)
     c, r = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
     in_c, in_r = c < K, r < R
+    at = c[:, None] * R + r[None, :]
+    inside = in_c[:, None] & in_r[None, :]
+    row = b * n
+    gate = tl.load(gate_ptr + row * R + r, in_r, 0.0)
+    succ = tl.load(succ_ptr + row * K * R + at, inside, 0.0)
+    value = tl.load(value_ptr + row * K + c, in_c, float("-inf"))
     chosen = b * 0
     for i in range(n):
         row = b * n + i
-        p = tl.load(pred_ptr + (b * (1 + (n - 1) * K) + chosen) * R + r, in_r, 0.0)
-        p = p * tl.load(gate_ptr + row * R + r, in_r, 0.0)
-        s = tl.load(succ_ptr + (row * K + c[:, None]) * R + r[None, :], in_c[:, None] & in_r[None, :], 0.0)
-        score = tl.load(value_ptr + row * K + c, in_c, float("-inf")) + tl.sum(s * p[None, :], 1)
+        p = tl.load(pred_ptr + (b * (1 + (n - 1) * K) + chosen) * R + r, in_r, 0.0) * gate
+        # the next row's, which do not depend on what is chosen here, while that is on its way
+        more, following = i + 1 < n, row + 1
+        next_gate = tl.load(gate_ptr + following * R + r, in_r & more, 0.0)
+        next_succ = tl.load(succ_ptr + following * K * R + at, inside & more, 0.0)
+        next_value = tl.load(value_ptr + following * K + c, in_c & more, float("-inf"))
+        score = value + tl.sum(succ * p[None, :], 1)
         best = tl.argmax(score, 0, tie_break_left=True)
         top = tl.max(score, 0)
         tl.store(share_ptr + row, 1.0 / tl.sum(tl.exp(score - top), 0))
         tl.store(token_ptr + row, tl.load(ids_ptr + row * K + best))
         chosen = 1 + i * K + best.to(tl.int64)
+        gate, succ, value = next_gate, next_succ, next_value
+
+
+@triton.jit
+def markov_row_kernel(
+    value_ptr, id_ptr, last_ptr, token_ptr, embedded_ptr, rows_ptr, scale_ptr, low, high, scale, extra,
+    n_blocks, n, i, R, rows, row_bytes, unit,
+    FIRST: tl.constexpr, LAST: tl.constexpr, FIXED: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence): the token before row i of n, and its row of the Markov table into a matmul's input.
+
+    The token is `last` (FIRST), else the best of the n_blocks found for row i - 1; LAST: the token alone.
+    """
+    begin(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    if FIRST:
+        token = tl.load(last_ptr + b)
+    else:
+        k = tl.arange(0, BLOCK)
+        best = tl.argmax(tl.load(value_ptr + b * n_blocks + k, k < n_blocks, float("-inf")), 0, tie_break_left=True)
+        token = tl.load(id_ptr + b * n_blocks + best).to(tl.int64)
+        tl.store(token_ptr + b * n + (i - 1), token)
+    if not LAST:
+        e = tl.arange(0, SIZE)
+        v = value(
+            low, high, scale, extra, token, e // 256, e % 256, e < R, rows, row_bytes, unit,
+            LOW, HIGH, SCALE, OFFSET, TYPE,
+        )  # fmt: skip
+        v = tl.where(e < R, v, 0.0)
+        tl.store(embedded_ptr + (b * n + i) * R + e, v, e < R)
+        write_row(v, b, rows_ptr, scale_ptr, FIXED, WIDTH, SIZE)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -127,6 +209,14 @@ def argmax(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def run_length(V: int, K: int) -> int:
+    """The power of two that makes K runs about as long as there are runs."""
+    run = 2
+    while K * run * run < V and run < RUNS:
+        run *= 2
+    return run
+
+
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, stride = as_rows(x)
     T, V = rows.shape
@@ -135,6 +225,19 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ordered = rows.sort(dim=-1, descending=True, stable=True)
         shape = (*x.shape[:-1], k)
         return ordered.values[:, :k].reshape(shape), ordered.indices[:, :k].reshape(shape)
+    values = torch.empty(*x.shape[:-1], k, dtype=torch.float32, device=x.device)
+    ids = torch.empty(*x.shape[:-1], k, dtype=torch.int64, device=x.device)
+    if K <= SMALL_K:
+        run = run_length(V, K)
+        n = triton.cdiv(V, run)
+        best = torch.empty(T, n, dtype=torch.int64, device=x.device)
+        run_max_kernel[(triton.cdiv(n * run, RUNS), T)](rows, best, V, n, stride, run, RUNS, **overlap(rows))
+        n_held = max(K, triton.next_power_of_2(n))
+        top_of_runs_kernel[(T,)](
+            rows, best, values, ids, k, V, n, stride, K, run, n_held,
+            num_warps=max(1, min(16, max(n_held, K * run) // 256)), **overlap(rows),
+        )  # fmt: skip
+        return values, ids
     n = triton.cdiv(V, SORT)
     keys = torch.empty(T, n * K, dtype=torch.int64, device=x.device)
     pack_top_kernel[(n, T)](rows, keys, V, n, stride, K, SORT, **overlap(rows))
@@ -144,10 +247,32 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         merged = torch.empty(T, n * K, dtype=torch.int64, device=x.device)
         merge_top_kernel[(n, T)](keys, merged, length, n, K, SORT, **overlap(keys))
         keys = merged
-    values = torch.empty(*x.shape[:-1], k, dtype=torch.float32, device=x.device)
-    ids = torch.empty(*x.shape[:-1], k, dtype=torch.int64, device=x.device)
     unpack_kernel[(T,)](keys, values, ids, k, K, K, num_warps=1, **overlap(keys))
     return values, ids
+
+
+def markov_tokens(logits: Tensor, last: Tensor, table: PackedWeight, project: WeightGroup) -> tuple[Tensor, Tensor]:
+    """`chains.markov_walk`: three launches a row."""
+    B, n, V = logits.shape
+    R, source, device = table.shape[1], source_of(table), logits.device
+    tokens = torch.empty(B, n, dtype=torch.int64, device=device)
+    embedded = torch.empty(B, n, R, dtype=torch.float32, device=device)
+    n_blocks = triton.cdiv(V, BLOCK)
+    values = torch.empty(B, n_blocks, dtype=torch.float32, device=device)
+    ids = torch.empty(B, n_blocks, dtype=torch.int32, device=device)
+    to, last = Target(B, R, logits), last.contiguous()
+    for i in range(n + 1):
+        markov_row_kernel[(B,)](
+            values, ids, last, tokens, embedded, to.rows, to.scale, *source.arrays,
+            n_blocks, n, i, R, source.rows, source.row_bytes, source.unit,
+            FIRST=i == 0, LAST=i == n, FIXED=B > NARROW_TOKENS, **source.constants,
+            BLOCK=triton.next_power_of_2(n_blocks), **whole_row(to.width), **overlap(logits, fuse=False),
+        )  # fmt: skip
+        if i < n:
+            (bias,) = matmul(to.activation, project)
+            rows, stride = as_rows(logits[:, i])
+            block_max_kernel[(n_blocks, B)](rows, bias, values, ids, V, n_blocks, stride, True, BLOCK, **overlap(rows))
+    return tokens, embedded
 
 
 def log_softmax(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from random_blocks import random_raw
 from torch import Tensor
 
 from ggufspec.kernels import gdn
@@ -27,7 +28,10 @@ from ggufspec.kernels.gdn import plain as gdn_plain
 from ggufspec.kernels.gdn import triton as gdn_triton
 from ggufspec.kernels.kv import plain as kv_plain
 from ggufspec.kernels.kv import triton as kv_triton
-from ggufspec.kernels.matmul.triton import prepare
+from ggufspec.kernels.matmul import fuse, pack, repack
+from ggufspec.kernels.matmul.decode import decode
+from ggufspec.kernels.matmul.triton import multiply, prepare
+from ggufspec.kernels.matmul.weight import PackedWeight, WeightGroup
 from ggufspec.kernels.norm import plain as norm_plain
 from ggufspec.kernels.norm import triton as norm_triton
 from ggufspec.kernels.prepared import triton as prepared_triton
@@ -390,10 +394,15 @@ def selection(device: str, real: bool) -> None:
     same(select_triton.argmax(x.to(device)), select_plain.argmax(x), "argmax")
     got = select_triton.argmax(x.view(3 * B, V).to(device), bias.to(device))
     same(got, select_plain.argmax(x.view(3 * B, V), bias), "argmax with bias")
-    for k in (1, 10, 16, 40, 300) if real else (10,):
+    for k in (1, 10, 16, 40, 100, 300) if real else (1, 10, 70):
         values, ids = select_plain.top_k(x, k)
         got = select_triton.top_k(x.to(device), k)
         same(got[0], values, f"top {k}"), same(got[1], ids, f"ids of top {k}")
+    for V, k in ((9, 9), (37, 16), (1025, 5), (2000, 16)):  # fewer runs than k, ends of runs, equal and infinite logits
+        x = (random(2, V) * 2).round()
+        x[1, V // 3 :] = -torch.inf
+        for got, expected in zip(select_triton.top_k(x.to(device), k), select_plain.top_k(x, k)):
+            same(got, expected, f"top {k} of {V}")
     few = torch.full((1, 1100), -torch.inf)
     few[0, 1000] = 1.0
     same(select_triton.top_k(few.to(device), 3)[1], torch.tensor([[1000, 0, 1]]), "few finite")
@@ -407,6 +416,36 @@ def selector_walk(device: str, real: bool) -> None:
     tokens, shares = select_plain.walk(ids, *rest)
     got = select_triton.walk(*on(device, ids, *rest))
     same(got[0], tokens, "tokens"), close(got[1], shares, 1e-5, "shares")
+
+
+@case
+def markov_tokens(device: str, real: bool) -> None:
+    """Each token is the best after the one before, up to the rounding of float16 products; its rows are exact."""
+    V, r, n, B = (248320, 256, 7, 2) if real else (300, 96, 3, 2)
+    type_name = "Q4_K" if real else "Q8_0"
+    raws = [random_raw(type_name, V, r, seed=seed) for seed in (1, 2)]
+    dense_table, dense_out = (decode(raw, type_name) for raw in raws)
+    if device == "cpu":  # arrays as on a card, products by the kernel that runs anywhere
+        packed = []
+        for raw in raws:
+            shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
+            parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
+            packed.append(PackedWeight(type_name, (V, r), torch.device("cpu"), parts=parts, shift=shift))
+        select_triton.matmul = lambda a, group: (multiply(a, group.weights[0]),)
+        table, project = packed[0], WeightGroup((packed[1],))
+    else:
+        table, project = pack(raws[0], type_name, (V, r), device), fuse([pack(raws[1], type_name, (V, r), device)])
+    last = torch.tensor([3, V - 1])
+    biases = dense_table[last].double() @ dense_out.double().T
+    logits = random(B, n + 1, V) * biases.abs().max().item()
+    tokens, embedded = (t.cpu() for t in select_triton.markov_tokens(
+        logits.to(device)[:, 1:], last.to(device), table, project
+    ))
+    before = torch.cat((last[:, None], tokens[:, :-1]), 1)
+    same(embedded, dense_table[before], "rows of the table")
+    scores = logits[:, 1:].double() + dense_table[before].double() @ dense_out.double().T
+    missed = scores.max(-1).values - scores.gather(-1, tokens[..., None])[..., 0]
+    assert missed.max() <= 2e-3 * scores.abs().max(), missed
 
 
 @case

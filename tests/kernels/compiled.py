@@ -2,6 +2,7 @@
 
 import torch
 from compiling import compiling
+from random_blocks import random_raw
 
 from ggufspec.kernels import gdn, overlap
 from ggufspec.kernels import kv as kvs
@@ -12,6 +13,7 @@ from ggufspec.kernels.conv import triton as conv_triton
 from ggufspec.kernels.gdn import GdnSpec, GdnWeights
 from ggufspec.kernels.gdn import triton as gdn_triton
 from ggufspec.kernels.kv import triton as kv_triton
+from ggufspec.kernels.matmul import PackedWeight, repack
 from ggufspec.kernels.norm import triton as norm_triton
 from ggufspec.kernels.prepared import triton as prepared_triton
 from ggufspec.kernels.rope import RopeSpec
@@ -26,7 +28,7 @@ KERNELS = {
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
     "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",
     "positions_kernel", "masked_block_kernel", "lay_out_kernel", "accepted_prefix_kernel",
-    "before_kernel", "keep_kernel", "take_kernel",
+    "markov_row_kernel", "run_max_kernel", "top_of_runs_kernel", "before_kernel", "keep_kernel", "take_kernel",
 }  # fmt: skip
 
 
@@ -82,10 +84,20 @@ def recurrent(capability: int) -> None:
                     torch.zeros(1, 48, 128, 128))  # fmt: skip
 
 
+def arrays(type_name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """A weight's arrays as the kernels read them."""
+    raw = random_raw(type_name, rows, columns, seed=1)
+    return {name: part.contiguous() for name, part in repack.repack(raw, type_name, 0).items()}
+
+
 def selection() -> None:
     x = torch.zeros(2, 248320)
     select_triton.argmax(x)
     select_triton.top_k(x, 16)
+    select_triton.top_k(x, 100)
+    table = PackedWeight("Q4_K", (40, 256), torch.device("cpu"), parts=arrays("Q4_K", 40, 256), shift=0)
+    select_triton.matmul = lambda a, group: (torch.zeros(2, 248320),)
+    select_triton.markov_tokens(torch.zeros(2, 3, 248320), torch.zeros(2, dtype=torch.int64), table, None)
     select_triton.walk(torch.zeros(1, 7, 16, dtype=torch.int64), torch.zeros(1, 7, 16), torch.zeros(1, 7, 256),
                        torch.zeros(1, 97, 256), torch.zeros(1, 7, 16, 256))  # fmt: skip
     h, dyn, base = torch.zeros(1, 8, 5120), torch.zeros(1, 8, 2, 2, 320), torch.zeros(2, 2, 5120)

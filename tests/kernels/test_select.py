@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from random_blocks import random_raw
 
 from ggufspec.kernels import select
 from ggufspec.kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
+from ggufspec.kernels.matmul import fuse, pack
+from ggufspec.kernels.matmul.decode import decode
 from ggufspec.kernels.norm import rms_norm
 
 
@@ -68,6 +71,21 @@ def test_markov_chain(reduced):
             previous = int(column.argmax())
             assert tokens[b, i] == previous
             assert scores[b, i].item() == pytest.approx(confidence.item(), abs=1e-5)
+
+
+def test_markov_tokens_are_the_chain_of_quantized_weights():
+    g = torch.Generator().manual_seed(1)
+    B, n, V, r, D = 2, 5, 60, 32, 10
+    raws = [random_raw("Q8_0", V, r, seed=seed) for seed in (1, 2)]
+    table, project = (pack(raw, "Q8_0", (V, r)) for raw in raws)
+    w1, w2 = (decode(raw, "Q8_0") for raw in raws)
+    logits, hidden, last = torch.randn(B, n, V, generator=g), torch.randn(B, n, D, generator=g), torch.tensor([4, 9])
+    head = torch.randn(D + r, generator=g) * 0.3, torch.tensor([0.1])
+    tokens, embedded = select.markov_tokens(logits, last, table, fuse([project]))
+    expected, scores = select.markov_chain(logits, last, lambda i: w1[i], lambda e: e @ w2.T, hidden, head)
+    assert torch.equal(tokens, expected)
+    assert torch.equal(embedded, w1[torch.cat((last[:, None], tokens[:, :-1]), 1)])
+    assert torch.allclose(select.confidences(hidden, embedded, *head), scores, atol=1e-6)
 
 
 def test_selector_walk():
