@@ -26,6 +26,7 @@ from ggufspec.kernels.overlap import begin, overlap
 
 CHUNK = tl.constexpr(64)  # cells of a split of the lowest level
 LEVEL = tl.constexpr(32)  # splits of a level; the next level's are twice as long
+TILE = 32  # height of a tile of (row, query head) pairs where there are more than 16
 PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
 PIECES = 32  # splits that the second kernel adds at a time
 DIMS = 64  # value dimensions a program of the second kernel takes; rotations of values are of this size
@@ -218,7 +219,7 @@ def pieces(
     n_kv, hd_v = kv.n_kv, kv.hd_v
     G = H // n_kv
     (type_k, split_k), (type_v, split_v) = compute_type(kv.type_k), compute_type(kv.type_v)
-    M = 16 if W * G <= 16 or tl.float32 in (type_k, type_v) or old(q.device) else 32
+    M = 16 if W * G <= 16 or tl.float32 in (type_k, type_v) or old(q.device) else TILE
     tiles = triton.cdiv(W * G, M)
     n_splits = count_splits(kv.n_cells)
     programs = max(1, min(n_splits, PROGRAMS // (n_kv * tiles * B)))

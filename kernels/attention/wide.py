@@ -13,7 +13,7 @@ from ggufspec.kernels.kv.storage import KV
 from ggufspec.kernels.kv.triton import as_halves, iq4_table, kind_of
 from ggufspec.kernels.overlap import begin, overlap
 
-TILE = 64  # (row, query head) pairs a program takes
+TILE, WARPS, STAGES = 64, 4, 2  # (row, query head) pairs a program takes, its warps, its loop's stages
 
 
 @triton.jit(do_not_specialize=["W"])
@@ -106,6 +106,6 @@ def attend(q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spe
         kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
         kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v,
         spec.causal, kv.ring, spec.sinks is not None, TILE, N, not triton.knobs.runtime.interpret,
-        num_warps=4, num_stages=2, **overlap(q),
+        num_warps=WARPS, num_stages=STAGES, **overlap(q),
     )  # fmt: skip
     return out
