@@ -3,11 +3,11 @@ rows.
 
     state = allocate(spec, n_slots, device)
     o = chunk(u, alpha, beta, weights, state, slots, n_rows, spec)   # prompt: commits its rows
-    o = step(u, alpha, beta, weights, state, slots, n_rows, spec)    # tentative rows, 1..16 a slot
-    accept(state, slots, n)                                          # after every step
+    a = step_prepared(u, z, alpha, beta, weights, norm, eps, state, slots, spec)  # tentative rows, 1..17 a slot
+    accept(state, slots, n)                                                       # after every step
 
 u [B, W, conv_dim], alpha, beta [B, W, n_v] are the raw projections; o is [B, W, n_v, d] float32, before the
-gated norm.
+gated norm, a the output projection's input after it.
 """
 
 from types import ModuleType
@@ -29,42 +29,48 @@ from ggufspec.kernels.gdn.state import (
     pack_slot,
     reset,
     restore,
+    tails,
     trim,
 )
+from ggufspec.kernels.matmul import Activation
 
 __all__ = [
     "MAX_WINDOW", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "chunk", "commit", "fits", "link",
-    "naive", "reset", "restore", "save", "step", "trim",
+    "naive", "reset", "restore", "save", "step_prepared", "tails", "trim",
 ]  # fmt: skip
 
 
 def room(x: Tensor) -> ModuleType:
-    """The twin or the kernels, by the device of x."""
+    """The twin or the kernel of narrow steps, by the device of x."""
     if x.is_cuda:
-        from ggufspec.kernels.gdn import triton
+        from ggufspec.kernels.gdn import step
 
-        return triton
+        return step
     return plain
 
 
-def step(
+def step_prepared(
     u: Tensor,
+    z: Tensor,
     alpha: Tensor,
     beta: Tensor,
     weights: GdnWeights,
+    norm: Tensor,
+    norm_eps: float,
     state: GdnState,
     slots: Tensor,
-    n_rows: Tensor,
     spec: GdnSpec,
-) -> Tensor:
-    """Tentative rows: replay what was accepted of the last step, compute these rows, record their inputs.
+) -> Activation:
+    """Tentative rows to the output projection's input [B * W, n_v * d], in one launch.
 
-    Must be followed by `accept` before the next step. Rows past n_rows are computed and recorded; accepting
-    them is the caller's error. Raises ValueError for more rows than the window holds.
+    Replays what was accepted of the last step, computes these rows, records their inputs; then rms_norm(o) * norm *
+    silu(z) over each head's d values. u [B, W, conv_dim], z [B, W, n_v * d], alpha, beta [B, W, n_v] are raw
+    projections, norm [d]. Must be followed by `accept` before the next step. All W rows are computed and recorded;
+    accepting more than are right is the caller's error. Raises ValueError for more rows than the window holds.
     """
     if u.shape[1] > state.max_window:
         raise ValueError(f"{u.shape[1]} tentative rows do not fit a window of {state.max_window}")
-    return room(u).step(u, alpha, beta, weights, state, slots, spec)
+    return room(u).step_prepared(u, z, alpha, beta, weights, norm, norm_eps, state, slots, spec)
 
 
 def chunk(
@@ -85,11 +91,12 @@ def chunk(
 def commit(state: GdnState, slots: Tensor) -> None:
     """Replay the accepted rows of slots [B] now; nothing is pending afterwards."""
     room(state.state).replay(state, slots)
+    state.half[slots] = 1 - state.half[slots]
     state.n_replay.index_fill_(0, slots, 0)
 
 
 def save(state: GdnState, slot: int, *, to_host: bool = True) -> Tensor:
     """The slot's committed memory as one flat tensor; accepted rows are committed first."""
-    commit(state, torch.tensor([slot], device=state.device))
+    commit(state, torch.full((1,), slot, device=state.device))  # filled there: the host waits for nothing
     saved = pack_slot(state, slot)
     return saved.cpu() if to_host else saved

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ggufspec.kernels.gdn.state import GdnSpec, GdnState, GdnWeights
+from ggufspec.kernels.matmul import Activation
 from ggufspec.kernels.norm.plain import sigmoid, silu
+from ggufspec.kernels.prepared.plain import gated_norm
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,47 +82,62 @@ def inputs(
 
 
 def chunk_inputs(
-    u: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, state: GdnState, slots: Tensor, n_rows: Tensor,
-    spec: GdnSpec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`inputs` of several slots: q, k [B, W, n_k, d], v [B, W, n_v, d], g, beta [B, W, n_v]; rows past n_rows have
-    g = beta = 0, which leaves a state as it is."""
-    tails = state.tail[slots]
-    parts = [inputs(u[b], alpha[b], beta[b], tails[b], weights, spec) for b in range(u.shape[0])]
+    u: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, before: Tensor, n_rows: Tensor, spec: GdnSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`inputs` of several slots after the rows `before` [B, conv_kernel - 1, conv_dim] (see `tails`).
+
+    q, k [B, W, n_k, d], v [B, W, n_v, d], g, beta [B, W, n_v]; rows past n_rows have g = beta = 0, which leaves a
+    state as it is.
+    """
+    parts = [inputs(u[b], alpha[b], beta[b], before[b], weights, spec) for b in range(u.shape[0])]
     q, k, v, g, gate = (torch.stack(part) for part in zip(*parts))
     valid = (torch.arange(u.shape[1], device=u.device) < n_rows[:, None]).unsqueeze(-1)
     return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, gate, 0.0)
 
 
 def replay(state: GdnState, slots: Tensor) -> None:
-    """Accepted rows of the windows into the committed states and tails. `counts` stays as it is."""
+    """Accepted rows of the windows into the committed states, the last convolution inputs to the other half.
+    `counts` stays as it is."""
     for slot in slots.tolist():
         replay_slot(state, slot)
 
 
-def replay_slot(state: GdnState, slot: int) -> None:
-    n, half = int(state.n_replay[slot]), int(state.half[slot])
+def replay_slot(state: GdnState, slot: int) -> Tensor:
+    """`replay` of one slot; gives its convolution inputs [conv_kernel - 1, conv_dim] before the next row."""
+    n, half, before = int(state.n_replay[slot]), int(state.half[slot]), state.spec.conv_kernel - 1
     A = state.state[slot]
     window = (state.window_k, state.window_v, state.window_g, state.window_beta)
     for t in range(n):
         A = advance(A, *(part[half, slot, t] for part in window))
     state.state[slot] = A
-    joined = torch.cat((state.tail[slot], state.window_u[half, slot, :n]))
-    state.tail[slot] = joined[n:]
+    tail = state.window_u[half, slot, n : n + before]
+    state.window_u[1 - half, slot, :before] = tail
+    return tail
 
 
 def step(
     u: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, state: GdnState, slots: Tensor, spec: GdnSpec
 ) -> Tensor:
+    """Tentative rows of each slot to [B, W, n_v, d], replay first; their inputs are recorded."""
     B, W, _ = u.shape
     out = u.new_empty(B, W, spec.n_v, spec.d)
     for b in range(B):
         slot = int(slots[b])
-        replay_slot(state, slot)
-        q, k, v, g, gate = inputs(u[b], alpha[b], beta[b], state.tail[slot], weights, spec)
-        other = 1 - int(state.half[slot])
-        recorded = (state.window_u, u[b]), (state.window_k, k), (state.window_v, v), (state.window_g, g)
-        for part, rows in (*recorded, (state.window_beta, gate)):
+        tail = replay_slot(state, slot)
+        q, k, v, g, gate = inputs(u[b], alpha[b], beta[b], tail, weights, spec)
+        other, before = 1 - int(state.half[slot]), spec.conv_kernel - 1
+        state.window_u[other, slot, before : before + W] = u[b]
+        recorded = (state.window_k, k), (state.window_v, v), (state.window_g, g), (state.window_beta, gate)
+        for part, rows in recorded:
             part[other, slot, :W] = rows
         out[b], _ = naive(q, k, v, g, gate, state.state[slot])
     return out
+
+
+def step_prepared(
+    u: Tensor, z: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, norm: Tensor, norm_eps: float,
+    state: GdnState, slots: Tensor, spec: GdnSpec,
+) -> Activation:  # fmt: skip
+    """`step`, then the gated norm of each head, prepared: rows [B * W, n_v * d]."""
+    o = step(u, alpha, beta, weights, state, slots, spec)
+    return gated_norm(o, z.reshape(o.shape), norm, norm_eps)

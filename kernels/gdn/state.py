@@ -3,12 +3,13 @@
 A step's rows are tentative: they are computed from the state without storing it, and their inputs are
 recorded. `accept` says how many of them were right; the next `step` or `chunk` replays those into the state
 first. The window is double: a step records into one half while it replays the other, `accept` exchanges them.
+In front of the rows of a half stand the convolution inputs before them: what a row sees is always one stretch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,12 +43,18 @@ class GdnWeights:
     conv: Tensor
     dt: Tensor
     a: Tensor
+    taps: Tensor = field(init=False)  # conv transposed, [conv_kernel, conv_dim]: as a narrow step reads it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", self.conv.T.contiguous())
 
 
 @dataclass
 class GdnState:
-    """One layer, all slots. `state` and `tail` are committed; `window_*` [2, n_slots, max_window, ..] hold
-    inputs.
+    """One layer, all slots. `state` is committed; `window_*` [2, n_slots, max_window, ..] hold inputs.
+
+    Rows r .. r + conv_kernel - 2 of a half of `window_u` precede row r of its window: the committed tail of the
+    convolution is what precedes row n_replay.
 
     counts [2, n_slots] int64: rows of the window to replay, and which half they stand in. Layers that are
     linked share one tensor of counts, so that accepting is one launch for all of them.
@@ -55,12 +62,12 @@ class GdnState:
 
     spec: GdnSpec
     state: Tensor  # [n_slots, n_v, d, d] float32, [value, key]
-    tail: Tensor  # [n_slots, conv_kernel - 1, conv_dim], the last committed convolution inputs, oldest first
-    window_u: Tensor  # [2, n_slots, max_window, conv_dim] convolution inputs
+    window_u: Tensor  # [2, n_slots, conv_kernel - 1 + max_window, conv_dim] convolution inputs
     window_k: Tensor  # [2, n_slots, max_window, n_k, d] normalized keys
     window_v: Tensor  # [2, n_slots, max_window, n_v, d]
     window_g: Tensor  # [2, n_slots, max_window, n_v] log decay
     window_beta: Tensor  # [2, n_slots, max_window, n_v]
+    arrived: Tensor  # [n_slots, n_v] int32, zero between steps: programs of a head that have ended
     counts: Tensor  # [2, n_slots] int64, a view into `shared`
     shared: Tensor  # [2, n_layers, n_slots]
 
@@ -74,7 +81,7 @@ class GdnState:
 
     @property
     def max_window(self) -> int:
-        return self.window_u.shape[2]
+        return self.window_k.shape[2]
 
     @property
     def n_replay(self) -> Tensor:
@@ -88,8 +95,8 @@ class GdnState:
 
     @property
     def n_bytes(self) -> int:
-        tensors = (self.state, self.tail, self.window_u, self.window_k, self.window_v, self.window_g,
-                   self.window_beta, self.counts)  # fmt: skip
+        tensors = (self.state, self.window_u, self.window_k, self.window_v, self.window_g, self.window_beta,
+                   self.arrived, self.counts)  # fmt: skip
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -106,12 +113,12 @@ def allocate(
     return GdnState(
         spec,
         zeros(n_slots, spec.n_v, spec.d, spec.d),
-        zeros(n_slots, spec.conv_kernel - 1, spec.conv_dim),
-        zeros(*window, spec.conv_dim),
+        zeros(2, n_slots, spec.conv_kernel - 1 + max_window, spec.conv_dim),
         zeros(*window, spec.n_k, spec.d),
         zeros(*window, spec.n_v, spec.d),
         zeros(*window, spec.n_v),
         zeros(*window, spec.n_v),
+        torch.zeros(n_slots, spec.n_v, dtype=torch.int32, device=device),
         shared[:, 0],
         shared,
     )
@@ -138,26 +145,42 @@ def trim(state: GdnState, slot: int, n: int) -> None:
     state.shared[0, :, slot] = n
 
 
+def tails(state: GdnState, slots: Tensor) -> Tensor:
+    """[B, conv_kernel - 1, conv_dim]: the last committed convolution inputs of slots [B], oldest first."""
+    before = torch.arange(state.spec.conv_kernel - 1, device=state.device)
+    rows = state.n_replay[slots][:, None] + before
+    return state.window_u[state.half[slots][:, None], slots[:, None], rows]
+
+
+def set_tails(state: GdnState, slots: Tensor, rows: Tensor) -> None:
+    """Give slots without accepted rows their last committed convolution inputs, as `tails` gives them."""
+    state.window_u[state.half[slots], slots, : rows.shape[1]] = rows
+
+
 def reset(state: GdnState, slot: int) -> None:
     """A new sequence begins in the slot."""
     state.state[slot] = 0
-    state.tail[slot] = 0
+    state.window_u[:, slot] = 0
     state.n_replay[slot] = 0
 
 
 def pack_slot(state: GdnState, slot: int) -> Tensor:
     """State and tail of a slot, committed, as one flat tensor (a copy)."""
-    return torch.cat((state.state[slot].flatten(), state.tail[slot].flatten()))
+    return torch.cat((state.state[slot].flatten(), tails(state, one_slot(state, slot)).flatten()))
+
+
+def one_slot(state: GdnState, slot: int) -> Tensor:
+    return torch.full((1,), slot, device=state.device)  # filled there: the host waits for nothing
 
 
 def fits(state: GdnState, saved: Tensor) -> bool:
     """Whether a saved slot can be restored into this layer."""
-    return saved.numel() == state.state[0].numel() + state.tail[0].numel()
+    return saved.numel() == state.state[0].numel() + (state.spec.conv_kernel - 1) * state.spec.conv_dim
 
 
 def restore(state: GdnState, slot: int, saved: Tensor) -> None:
     """Bring a slot back to what `save` copied."""
     n = state.state[slot].numel()
     state.state[slot] = saved[:n].view(state.state.shape[1:]).to(state.device)
-    state.tail[slot] = saved[n:].view(state.tail.shape[1:]).to(state.device)
     state.n_replay[slot] = 0
+    set_tails(state, one_slot(state, slot), saved[n:].view(1, -1, state.spec.conv_dim).to(state.device))

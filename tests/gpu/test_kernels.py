@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 pytestmark = pytest.mark.gpu
 NAMES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
          "attention_splits", "attention_prepared",
-         "gdn_steps", "gdn_prompt", "selection", "selector_walk", "dynamic_conv",
+         "gdn_steps", "gdn_prompt", "gdn_repeated_keys", "selection", "selector_walk", "dynamic_conv",
          "rows", "carry", "markov_tokens", "prepared", "prepared_wide")  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_gdn_prompts_equal_the_twin():
         assert torch.allclose(got.cpu()[0], expected[0], atol=2e-5)
         assert torch.allclose(got.cpu()[1, :171], expected[1, :171], atol=2e-5)
         assert torch.allclose(theirs.state.cpu(), mine.state, atol=5e-5)
-        assert torch.equal(theirs.tail.cpu(), mine.tail)
+        assert torch.equal(gdn.tails(theirs, slots.cuda()).cpu(), gdn.tails(mine, slots))
 
 
 def test_a_step_can_be_captured():
@@ -53,7 +53,7 @@ def test_a_step_can_be_captured():
     ropes, mask = rope.RopeSpec(64), attention.AttentionSpec(hd**-0.5)
     q, k, v = (random(1, W, n, hd).cuda() for n in (H, n_kv, n_kv))
     rows = [x[:1].cuda() for x in gdn_rows(spec, W)]
-    weight = random(hd).cuda()
+    weight, head_norm, z = random(hd).cuda(), random(spec.d).cuda(), random(1, W, spec.n_v * spec.d).cuda()
     slots, n_rows = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.full((1,), W, device="cuda")
 
     def step(kv, state, n_past, n):
@@ -61,10 +61,11 @@ def test_a_step_can_be_captured():
         cos, sin = rope.tables(positions, ropes)
         turned = kvs.norm_rope_store(kv, q, k, v, slots, positions, (weight, weight, 1e-6), (cos, sin, ropes))
         o = attention.attend(turned, kv, slots, n_past, n_rows, mask, q_rotated=True)
-        r = gdn.step(*rows, weights, state, slots, n_rows, spec)
+        u, alpha, beta = rows
+        r = gdn.step_prepared(u, z, alpha, beta, weights, head_norm, 1e-6, state, slots, spec).rows.float()
         gdn.accept(state, slots, n)
         normed = norm.add_rms_norm(o.flatten(2), o.flatten(2), torch.ones(H * hd, device="cuda"), 1e-6)[1]
-        logits = torch.cat((normed, r.flatten(2)), -1)
+        logits = torch.cat((normed, r.view(1, W, -1)), -1)
         return logits, select.argmax(logits), select.top_k(logits, 10)[1]
 
     def fresh():
@@ -76,7 +77,7 @@ def test_a_step_can_be_captured():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step(kv, state, n_past, n)
-    for t in (kv.k, kv.v, state.state, state.tail, state.shared, state.window_u):
+    for t in (kv.k, kv.v, state.state, state.shared, state.window_u):
         t.zero_()
     eager_kv, eager_state = fresh()
     past = 0

@@ -1,6 +1,6 @@
 """Microseconds of each non-matmul kernel at the shapes of a 27-billion-parameter hybrid model, graph-captured.
 
-    python tests/gpu/time_kernels.py [--widths 1,8] [--depths 128,8192,32768] [--cells 65536] [--values 16]
+    python tests/gpu/time_kernels.py [--widths 1,8] [--depths 128,8192,32768] [--cells 65536]
 
 Prints a table: kernel, width, microseconds, bytes that must be moved, their share of the copy rate measured in the
 same run. Weights and caches are rotated so that the card's cache cannot hold them.
@@ -16,7 +16,7 @@ import torch
 from ggufspec.kernels import attention, conv, gdn, matmul, norm, prepared, rope, select
 from ggufspec.kernels import kv as kvs
 from ggufspec.kernels.attention import narrow, wide
-from ggufspec.kernels.gdn import triton as gdn_triton
+from ggufspec.kernels.gdn import step as gdn_step
 
 D, F, V, H, N_KV, HD = 5120, 17408, 248320, 24, 4, 256
 SPEC = gdn.GdnSpec(16, 48, 128, 4, 1e-6)
@@ -105,18 +105,23 @@ def attend(W: int, depth: int, type_name: str, rate: float, n_cells: int = 0) ->
 
 def recurrent(W: int, rate: float) -> None:
     states = [gdn.allocate(SPEC, 1, "cuda") for _ in range(COPIES)]
-    slots, n = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.full((1,), W, device="cuda")
+    slots = torch.zeros(1, dtype=torch.int64, device="cuda")
     weights = gdn.GdnWeights(random(SPEC.conv_dim, 4), random(48), -random(48).abs())
-    rows = random(1, W, SPEC.conv_dim), random(1, W, 48), random(1, W, 48)
+    u, z, alpha, beta = random(1, W, SPEC.conv_dim), random(1, W, 6144), random(1, W, 48), random(1, W, 48)
+    norm = random(128)
     size = states[0].state[0].numel() * 4
     for n_replay in (0, W):
         for state in states:
             state.n_replay.fill_(n_replay)
 
-        def run(i: int) -> torch.Tensor:
-            return gdn.step(*rows, weights, states[i % COPIES], slots, n, SPEC)
+        for parts in (1, 2):
 
-        report(f"gdn step, {n_replay} replayed", W, microseconds(run), size * (2 if n_replay else 1), rate)
+            def run(i: int, parts: int = parts) -> object:
+                state = states[i % COPIES]
+                return gdn_step.step_prepared(u, z, alpha, beta, weights, norm, 1e-6, state, slots, SPEC, parts)
+
+            us = microseconds(run)
+            report(f"gdn step, {n_replay} replayed, {parts} parts", W, us, size * (2 if n_replay else 1), rate)
 
 
 def prompt(T: int, rate: float) -> None:
@@ -143,14 +148,12 @@ def main() -> None:
     parser.add_argument("--widths", default="1,4,8,16")
     parser.add_argument("--depths", default="128,8192,32768")
     parser.add_argument("--cells", type=int, default=0, help="cells of the caches, at least the depth")
-    parser.add_argument("--values", type=int, default=gdn_triton.VALUES, help="value rows a GDN program holds")
     parser.add_argument("--tile", type=int, default=narrow.TILE, help="pairs of a tile of the narrow attention")
     parser.add_argument("--prompt-tile", type=int, default=wide.TILE, help="pairs of a tile of a prompt's attention")
     parser.add_argument("--prompt-warps", type=int, default=wide.WARPS)
     parser.add_argument("--no-prompt", action="store_true")
     options = parser.parse_args()
     narrow.TILE, wide.TILE, wide.WARPS = options.tile, options.prompt_tile, options.prompt_warps
-    gdn_triton.VALUES = options.values
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, copy {rate:.0f} GB/s")
     for W in map(int, options.widths.split(",")):

@@ -25,10 +25,13 @@ from ggufspec.kernels.conv import plain as conv_plain
 from ggufspec.kernels.conv import triton as conv_triton
 from ggufspec.kernels.gdn import GdnSpec, GdnWeights, chunked
 from ggufspec.kernels.gdn import plain as gdn_plain
-from ggufspec.kernels.gdn import triton as gdn_triton
+from ggufspec.kernels.gdn import prefill as gdn_prefill
+from ggufspec.kernels.gdn import prompt as gdn_prompts
+from ggufspec.kernels.gdn import scan as gdn_scan
+from ggufspec.kernels.gdn import step as gdn_kernel
 from ggufspec.kernels.kv import plain as kv_plain
 from ggufspec.kernels.kv import triton as kv_triton
-from ggufspec.kernels.matmul import fuse, pack, repack
+from ggufspec.kernels.matmul import Activation, fuse, pack, repack
 from ggufspec.kernels.matmul.decode import decode
 from ggufspec.kernels.matmul.triton import multiply, prepare
 from ggufspec.kernels.matmul.weight import PackedWeight, WeightGroup
@@ -315,7 +318,12 @@ def attention_prepared(device: str, real: bool) -> None:
 
 def gdn_setup(real: bool) -> tuple[GdnSpec, GdnWeights]:
     spec = GdnSpec(16, 48, 128, 4, EPS) if real else GdnSpec(2, 4, 16, 4, EPS)
-    return spec, GdnWeights(random(spec.conv_dim, 4) * 0.5, random(spec.n_v), -random(spec.n_v, seed=1).abs() - 0.01)
+    return spec, gdn_weights(spec)
+
+
+def gdn_weights(spec: GdnSpec) -> GdnWeights:
+    conv = random(spec.conv_dim, spec.conv_kernel) * 0.5
+    return GdnWeights(conv, random(spec.n_v), -random(spec.n_v, seed=1).abs() - 0.01)
 
 
 def gdn_rows(spec: GdnSpec, T: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -324,61 +332,122 @@ def gdn_rows(spec: GdnSpec, T: int) -> tuple[Tensor, Tensor, Tensor]:
     return random(2, T, spec.conv_dim), alpha, random(2, T, spec.n_v, seed=1)
 
 
-def gdn_run(room, device: str, real: bool, accepted: list[int], width: int) -> tuple[Tensor, gdn.GdnState]:
-    spec, weights = gdn_setup(real)
-    weights = GdnWeights(*on(device, weights.conv, weights.dt, weights.a))
-    rows = gdn_rows(spec, 24)
+def columns_of(a: Activation) -> Tensor:
+    """The values [T, K] of an activation, from the matmul's order of columns; all past them are zero."""
+    if a.scale is None:
+        return a.rows
+    e = torch.arange(a.rows.shape[1])
+    inside = e % 256
+    place = 32 * (inside // 4 % 8) + 8 * (inside // 32 % 4) + 2 * (inside % 4) + inside // 128
+    values = a.rows.cpu().float()[:, e // 256 * 256 + place] * a.scale.cpu().unsqueeze(1)
+    assert bool((values[:, a.n_columns :] == 0).all()), "columns past the last are not zero"
+    return values[:, : a.n_columns]
+
+
+def gdn_run(
+    room, device: str, spec: GdnSpec, accepted: list[tuple[int, int]], width: int, **options: int
+) -> tuple[Tensor, gdn.GdnState]:
+    """Steps of `width` rows in slots 2 and 0, of which so many are right: those of each slot, and the state."""
+    weights = gdn_weights(spec)
+    weights, norm = GdnWeights(*on(device, weights.conv, weights.dt, weights.a)), random(spec.d).to(device)
+    u, alpha, beta = gdn_rows(spec, 40)
+    z = random(2, 40, spec.n_v * spec.d, seed=2)
     state = gdn.allocate(spec, 3, device)
+    state.window_u.copy_(random(*state.window_u.shape)[:1])  # a past: the first rows of a window precede it
     slots = torch.tensor([2, 0], device=device)
-    outs, start = [], 0
+    outs: list[list[Tensor]] = [[], []]
+    starts = [0, 0]
     for n in accepted:
-        part = [x[:, start : start + width].clone() for x in rows]
-        for x in part:
-            x[:, n:] = 3.0  # rejected rows are something else
-        outs.append(room.step(*on(device, *part), weights, state, slots, spec)[:, :n])
-        gdn.accept(state, slots, torch.tensor([n, n], device=device))
-        start += n
+        part = []
+        for x in (u, z, alpha, beta):
+            rows = torch.full((2, width, x.shape[2]), 3.0)  # rejected rows are something else
+            for b in range(2):
+                rows[b, : n[b]] = x[b, starts[b] : starts[b] + n[b]]
+            part.append(rows)
+        a = room.step_prepared(*on(device, *part), weights, norm, EPS, state, slots, spec, **options)
+        got = columns_of(a).view(2, width, -1)
+        for b in range(2):
+            outs[b].append(got[b, : n[b]])
+            starts[b] += n[b]
+        gdn.accept(state, slots, torch.tensor(n, device=device))
     room.replay(state, slots)
-    return torch.cat(outs, 1), state
+    state.half[slots], state.n_replay[slots] = 1 - state.half[slots], 0
+    return torch.stack([torch.cat(x) for x in outs]), state
+
+
+GDN_GROUPS: list[tuple[list[tuple[int, int]], int]] = [
+    ([(3, 0), (0, 4), (2, 1), (1, 1)], 4), ([(6, 1), (0, 5)], 7), ([(0, 6), (6, 0)], 9), ([(6, 6)], 6)
+]  # fmt: skip
 
 
 @case
 def gdn_steps(device: str, real: bool) -> None:
-    n = 12 if real else 6
-    expected, mine = gdn_run(gdn_plain, "cpu", real, [1] * n, 1)
-    alone, state = gdn_run(gdn_triton, device, real, [1] * n, 1)
-    close(alone, expected, 1e-5, "output"), close(state.state, mine.state, 1e-5, "state")
-    same(state.tail, mine.tail, "tail")
-    for accepted, width in (([3, 0, 4, 5], 5), ([0, 8, 4], 8), ([12], 12)) if real else (([3, 0, 2, 1], 4),):
-        got, grouped = gdn_run(gdn_triton, device, real, accepted, width)
-        same(got, alone, f"grouped as {accepted}")
-        same(grouped.state, state.state, f"state grouped as {accepted}")
-        same(grouped.tail, state.tail, f"tail grouped as {accepted}")
+    """Near the twin; the same bits however rows are grouped into steps and heads split over programs."""
+    small = [GdnSpec(2, 4, 16, 4, EPS), GdnSpec(1, 3, 64, 3, EPS), GdnSpec(1, 1, 40, 4, EPS)]
+    for spec in [GdnSpec(16, 48, 128, 4, EPS), *small] if real else small:
+        slots = torch.tensor([2, 0])
+        expected, mine = gdn_run(gdn_plain, "cpu", spec, [(1, 1)] * 6, 1)
+        alone, state = gdn_run(gdn_kernel, device, spec, [(1, 1)] * 6, 1)
+        close(alone, expected, 2e-3 * expected.abs().max().item(), "output")
+        close(state.state, mine.state, 1e-5, "state")
+        same(gdn.tails(state, slots.to(device)), gdn.tails(mine, slots), "tail")
+        groups = GDN_GROUPS if real or spec is small[0] else GDN_GROUPS[:1]
+        groups = [*groups, *([([(6, 6)], W) for W in range(10, 18)] if real else [])]
+        for accepted, width in groups:
+            for parts in (1, 2) if spec.d >= 64 else (1,):
+                got, grouped = gdn_run(gdn_kernel, device, spec, accepted, width, parts=parts)
+                what = f"{spec}, {parts} parts, grouped as {accepted}"
+                same(got, alone, what)
+                same(grouped.state, state.state, f"state of {what}")
+                same(gdn.tails(grouped, slots.to(device)), gdn.tails(state, slots.to(device)).cpu(), f"tail of {what}")
+                assert not grouped.arrived.any()
 
 
 @case
 def gdn_prompt(device: str, real: bool) -> None:
+    """Two prompt chunks of two slots, one padded, from random states."""
     spec, weights = gdn_setup(real)
     dweights = GdnWeights(*on(device, weights.conv, weights.dt, weights.a))
-    T = 150 if real else 12
+    T = 300 if real else 70
     rows = gdn_rows(spec, T)
-    slots, n_rows = torch.tensor([2, 0]), torch.tensor([T, T // 2])
+    slots, n_rows = torch.tensor([2, 0]), torch.tensor([T, 65])
     mine, theirs = gdn.allocate(spec, 3, "cpu"), gdn.allocate(spec, 3, device)
-    mine.tail.copy_(random(*mine.tail.shape)), theirs.tail.copy_(mine.tail)
-    expected = gdn_plain.chunk_inputs(*rows, weights, mine, slots, n_rows, spec)
-    got = gdn_triton.chunk_inputs(*on(device, *rows), dweights, theirs, *on(device, slots, n_rows), spec)
-    for name, a, b in zip(("q", "k", "v", "g", "beta"), expected, got):
-        close(b, a, 2e-5, name)
-    system = random(6 if real else 1, 64, 64).tril(-1) * 0.1
-    close(gdn_triton.inverse(system.to(device)), torch.linalg.inv(torch.eye(64) + system.double()), 1e-4, "inverse")
-    n, d, h = 2, spec.d, spec.n_v
-    pieces = (random(2, h, n, 64, d) * 0.1, random(2, h, n, 64, d) * 0.1, random(2, h, n, 64, 64) * 0.1,
-              random(2, h, n, 64, d), random(2, h, n, 64, d, seed=1) * 0.1, random(2, h, n).sigmoid(),
-              random(2, h, d, d))  # fmt: skip
-    out, state = chunked.scan(*(x.double() for x in pieces))
-    got, new = gdn_triton.scan(*on(device, *pieces))
-    scale = max(1.0, out.abs().max().item())
-    close(got, out, 1e-5 * scale, "scan"), close(new, state, 1e-5 * scale, "scanned state")
+    for name in ("state", "window_u"):
+        held = getattr(mine, name)
+        getattr(theirs, name).copy_(held.copy_(random(*held.shape)))
+    mine.half[2], theirs.half[2] = 1, 1
+    for part in range(2 if real else 1):
+        expected = gdn_prefill.chunk(*rows, weights, mine, slots, n_rows, spec)
+        got = gdn_prompts.chunk(*on(device, *rows), dweights, theirs, *on(device, slots, n_rows), spec)
+        for b, n in enumerate(n_rows.tolist()):
+            close(got[b, :n], expected[b, :n], 2e-5, f"chunk {part} entry {b}")
+        close(theirs.state, mine.state, 5e-5, f"state after chunk {part}")
+        same(gdn.tails(theirs, slots.to(device)), gdn.tails(mine, slots), "tail")
+        n_rows = torch.tensor([2, T])
+
+
+@case
+def gdn_repeated_keys(device: str, real: bool) -> None:
+    """Equal keys with beta 1 and hardly any decay: the triangular system at its worst."""
+    spec, _ = gdn_setup(real)
+    T = 200 if real else 64
+    k = torch.nn.functional.normalize(random(1, 1, 1, spec.d), dim=-1).expand(1, T, spec.n_k, spec.d)
+    q, v = random(1, T, spec.n_k, spec.d) * spec.d**-0.5, random(1, T, spec.n_v, spec.d)
+    g, beta = torch.full((1, T, spec.n_v), -1e-4), torch.full((1, T, spec.n_v), 0.999)
+    state = gdn.allocate(spec, 1, device)
+    state.state.copy_(random(*state.state.shape))
+    before = state.state[0].cpu().double()
+
+    def pair(x: Tensor) -> Tensor:
+        return torch.stack((x.half(), (x - x.half().float()).half())).to(device)
+
+    def by_chunk(x: Tensor) -> Tensor:
+        return chunked.padded(x, -(-T // 64) * 64).transpose(1, 2).contiguous()
+
+    G = by_chunk(g).unflatten(2, (-1, 64)).cumsum(3).flatten(2)
+    out = gdn_scan.scan(pair(q), pair(k), pair(v), *on(device, G, by_chunk(beta)), state, one(0, device), spec)
+    expected, after = gdn_plain.naive(*(x[0].double() for x in (q, k, v, g, beta)), before)
+    close(out[0], expected, 2e-5, "output"), close(state.state[0], after, 2e-5, "state")
 
 
 # ---- selection, convolution

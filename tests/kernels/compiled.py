@@ -11,7 +11,9 @@ from ggufspec.kernels.attention import triton as attention_triton
 from ggufspec.kernels.carry import triton as carry_triton
 from ggufspec.kernels.conv import triton as conv_triton
 from ggufspec.kernels.gdn import GdnSpec, GdnWeights
-from ggufspec.kernels.gdn import triton as gdn_triton
+from ggufspec.kernels.gdn import prompt as gdn_prompt
+from ggufspec.kernels.gdn import scan as gdn_scan
+from ggufspec.kernels.gdn import step as gdn_step
 from ggufspec.kernels.kv import triton as kv_triton
 from ggufspec.kernels.matmul import PackedWeight, repack
 from ggufspec.kernels.norm import triton as norm_triton
@@ -23,13 +25,14 @@ from ggufspec.kernels.select import triton as select_triton
 
 KERNELS = {
     "norm_kernel", "activation_kernel", "tables_kernel", "rotate_kernel", "store_kernel", "spin_kernel",
-    "split_kernel", "combine_kernel", "prompt_kernel", "inputs_kernel", "recurrence_kernel", "inverse_kernel", "scan_kernel",
+    "split_kernel", "combine_kernel", "prompt_kernel", "step_kernel",
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
     "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",
     "positions_kernel", "masked_block_kernel", "lay_out_kernel", "accepted_prefix_kernel",
     "markov_row_kernel", "run_max_kernel", "top_of_runs_kernel", "before_kernel", "keep_kernel", "take_kernel",
 }  # fmt: skip
+PROMPT = {"prompt_inputs_kernel", "tail_kernel", "system_kernel", "scan_kernel", "output_kernel"}  # of gated DeltaNet
 
 
 def everything(capability: int) -> None:
@@ -40,7 +43,8 @@ def everything(capability: int) -> None:
         recurrent(capability)
         selection()
         bookkeeping()
-    assert set(names) == KERNELS, KERNELS ^ set(names)
+    expected = KERNELS | PROMPT if capability >= 80 else KERNELS
+    assert set(names) == expected, expected ^ set(names)
 
 
 def norms() -> None:
@@ -75,13 +79,13 @@ def recurrent(capability: int) -> None:
     weights = GdnWeights(torch.zeros(spec.conv_dim, 4), torch.zeros(48), torch.zeros(48))
     state, slots = gdn.allocate(spec, 1, "cpu"), torch.tensor([0])
     rows = torch.zeros(1, 8, spec.conv_dim), torch.zeros(1, 8, 48), torch.zeros(1, 8, 48)
-    gdn_triton.step(*rows, weights, state, slots, spec)
-    gdn_triton.chunk_inputs(*rows, weights, state, slots, slots, spec)
-    gdn_triton.inverse(torch.zeros(2, 64, 64))
-    gdn_triton.precision = lambda device: "tf32x3" if capability >= 80 else "ieee"
-    part = torch.zeros(1, 48, 3, 64, 128)
-    gdn_triton.scan(part, part, torch.zeros(1, 48, 3, 64, 64), part, part, torch.zeros(1, 48, 3),
-                    torch.zeros(1, 48, 128, 128))  # fmt: skip
+    u, alpha, beta = rows
+    for parts in (1, 2):
+        gdn_step.step_prepared(u, torch.zeros(1, 8, 6144), alpha, beta, weights, torch.zeros(128), 1e-6, state, slots,
+                               spec, parts)  # fmt: skip
+    if capability >= 80:
+        gdn_scan.config_for = lambda device: gdn_scan.HOPPER if capability == 90 else gdn_scan.USUAL
+        gdn_prompt.chunk(*rows, weights, state, slots, slots, spec)
 
 
 def arrays(type_name: str, rows: int, columns: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from ggufspec.kernels import gdn
 from ggufspec.kernels.gdn import GdnSpec, GdnState, GdnWeights, plain
 from ggufspec.kernels.gdn.chunked import chunked
+from ggufspec.kernels.norm import gated_norm
 
 SPEC = GdnSpec(n_k=2, n_v=4, d=16, conv_kernel=4, eps=1e-6)
 
@@ -33,6 +34,10 @@ def one(value: int) -> torch.Tensor:
     return torch.tensor([value])
 
 
+def tail(state: GdnState, slot: int = 1) -> torch.Tensor:
+    return gdn.tails(state, one(slot))
+
+
 def prompt(state: GdnState, rows, start: int, stop: int, slot: int = 1) -> torch.Tensor:
     part = (x[:, start:stop] for x in rows)
     return gdn.chunk(*part, weights(), state, one(slot), one(stop - start), SPEC)[0]
@@ -44,7 +49,7 @@ def decode(state: GdnState, rows, start: int, accepted: list[int], widths: list[
     for n, W in zip(accepted, widths):
         u, alpha, beta = (x[:, start : start + W].clone() for x in rows)
         u[:, n:], alpha[:, n:], beta[:, n:] = 9.0, -3.0, 3.0  # wrong rows are something else
-        outs.append(gdn.step(u, alpha, beta, weights(), state, one(slot), one(W), SPEC)[0, :n])
+        outs.append(plain.step(u, alpha, beta, weights(), state, one(slot), SPEC)[0, :n])
         gdn.accept(state, one(slot), one(n))
         start += n
     return torch.cat(outs)
@@ -83,7 +88,7 @@ def test_prompt_chunks_and_steps_agree():
     gdn.commit(steps, one(1))
     assert torch.allclose(a, b, atol=2e-6) and torch.allclose(a, c, atol=2e-6)
     assert torch.allclose(whole.state, parts.state, atol=2e-6) and torch.allclose(whole.state, steps.state, atol=2e-6)
-    assert torch.equal(whole.tail, parts.tail) and torch.equal(whole.tail, steps.tail)
+    assert torch.equal(tail(whole), tail(parts)) and torch.equal(tail(whole), tail(steps))
 
 
 @pytest.mark.parametrize("accepted", [[1] * 24, [8, 8, 8], [7, 0, 3, 0, 0, 7, 1, 6], [0, 0, 12, 0, 12, 0]])
@@ -95,7 +100,7 @@ def test_grouping_does_not_change_a_bit(accepted):
     b = decode(grouped, rows, 30, accepted, [max(n, 1 + i % 13) for i, n in enumerate(accepted)])
     assert torch.equal(a, b)
     gdn.commit(alone, one(1)), gdn.commit(grouped, one(1))
-    assert torch.equal(alone.state, grouped.state) and torch.equal(alone.tail, grouped.tail)
+    assert torch.equal(alone.state, grouped.state) and torch.equal(tail(alone), tail(grouped))
 
 
 def test_a_prompt_after_steps_replays_them_first():
@@ -119,7 +124,7 @@ def test_slots_do_not_see_each_other():
     start = 30
     for n in (2, 0, 3):
         part = (x[:, start : start + 4] for x in both)
-        outs.append(gdn.step(*part, weights(), shared, slots, torch.tensor([4, 4]), SPEC)[1, :n])
+        outs.append(plain.step(*part, weights(), shared, slots, SPEC)[1, :n])
         gdn.accept(shared, slots, torch.tensor([1, n]))
         start += n
     assert torch.allclose(a[:30], outs[0], atol=1e-6)
@@ -132,7 +137,7 @@ def test_padding_rows_of_a_prompt_leave_no_trace(W):
     exact, padded = (gdn.allocate(SPEC, 2, "cpu") for _ in range(2))
     prompt(exact, rows, 0, 4)
     gdn.chunk(*rows, weights(), padded, one(1), one(4), SPEC)
-    assert torch.allclose(exact.state, padded.state, atol=1e-6) and torch.equal(exact.tail, padded.tail)
+    assert torch.allclose(exact.state, padded.state, atol=1e-6) and torch.equal(tail(exact), tail(padded))
 
 
 def test_linked_layers_accept_together():
@@ -159,10 +164,31 @@ def test_save_reset_restore():
     assert torch.equal(prompt(state, rows, 0, 30), fresh)
 
 
+def test_a_saved_slot_is_its_state_and_the_last_inputs():
+    rows = sequence(40)
+    state = gdn.allocate(SPEC, 2, "cpu")
+    prompt(state, rows, 0, 30), decode(state, rows, 30, [4, 2], [5, 5])
+    saved = gdn.save(state, 1)
+    assert torch.equal(saved, torch.cat((state.state[1].flatten(), rows[0][0, 33:36].flatten())))
+    assert gdn.fits(state, saved) and not gdn.fits(state, saved[1:])
+
+
+def test_a_prepared_step_is_a_step_and_a_gated_norm():
+    u, alpha, beta = sequence(5)
+    z, norm = torch.randn(1, 5, SPEC.n_v * SPEC.d), torch.randn(SPEC.d)
+    a, b = (gdn.allocate(SPEC, 2, "cpu") for _ in range(2))
+    got = gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-5, a, one(1), SPEC)
+    o = plain.step(u, alpha, beta, weights(), b, one(1), SPEC)
+    expected = gated_norm(o, z.view(o.shape), norm, 1e-5).view(5, -1)
+    assert torch.equal(got.rows, expected) and got.n_columns == SPEC.n_v * SPEC.d
+
+
 def test_too_many_rows_are_refused():
     state = gdn.allocate(SPEC, 1, "cpu", max_window=4)
     with pytest.raises(ValueError, match="5 tentative rows.*window of 4"):
-        gdn.step(*sequence(5), weights(), state, one(0), one(5), SPEC)
+        u, alpha, beta = sequence(5)
+        z, norm = torch.zeros(1, 5, SPEC.n_v * SPEC.d), torch.ones(SPEC.d)
+        gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-6, state, one(0), SPEC)
 
 
 def test_convolution_sees_the_tail():
