@@ -109,7 +109,7 @@ class Cache:
     def mutable(self) -> list[Tensor]:
         """What a step changes in place: running it twice without this put back would replay rows twice."""
         states = [s for s in self.recurrent if s is not None]
-        return [t for s in states for t in (s.state, s.tail)] + [s.shared for s in self.leaders]
+        return [s.state for s in states] + [s.shared for s in self.leaders]
 
     def reset(self, slot: int) -> None:
         """Start a new sequence in a slot."""
