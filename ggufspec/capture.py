@@ -2,15 +2,16 @@
 
 A stage is a function of tensors that never waits for the host. Its graph reads fixed input buffers and writes fixed
 outputs; `run` copies the arguments in and hands the same outputs back every time. Arguments that already are the
-outputs of another graph of the pool are read where they lie.
+outputs of another graph of the pool are read where they lie. A stage whose next run may be queued before this one's
+events are read is captured twice, and the two graphs take turns.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ WARM_UP_RUNS = 2  # first calls compile kernels and fill caches, which cannot be
 
 @dataclass
 class Captured:
-    graph: Any  # torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
-    outputs: Any
+    graphs: list[tuple[Any, Any]]  # torch.cuda.CUDAGraph and its outputs; they take turns
+    turn: int = 0
+    versions: list[Hashable] = field(default_factory=list)  # of what the inputs hold
 
 
 class Graphs:
@@ -39,23 +41,40 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle()
         self.n_bytes = 0
         self._fixed: set[int] = set()  # addresses of all graphs' outputs
+        self._names: set[Hashable] = set()
 
-    def run(self, name: Hashable, stage: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Any:
-        """stage(*arguments) through its graph for these shapes; the result's tensors are overwritten next time."""
+    def has(self, name: Hashable) -> bool:
+        """Whether a stage of this name was captured, for any shapes."""
+        return name in self._names
+
+    def run(self, name: Hashable, stage: Callable[..., Any], arguments: tuple[Tensor, ...], *,
+            versions: Sequence[Hashable] = (), in_turns: bool = False) -> Any:
+        """stage(*arguments) through its graph for these shapes; the result's tensors are overwritten next time.
+
+        versions[i]: an argument whose version is that of the graph's last run is not copied again; None or missing: it
+        always is. in_turns: capture two graphs, each run with every other call. Arguments on the host have to be
+        page-locked and stay as they are until the device has run.
+        """
         places = tuple(a.data_ptr() if a.data_ptr() in self._fixed else 0 for a in arguments)
         key = (name, places, tuple((a.shape, a.dtype) for a in arguments))
         entry = self.captured.get(key)
         if entry is None:
-            entry = self._capture(str(name), stage, arguments)
+            entry = self._capture(str(name), stage, arguments, 2 if in_turns else 1)
             self.captured[key] = entry
-            self._fixed.update(t.data_ptr() for t in tensors_of(entry.outputs))
-        for buffer, argument in zip(entry.inputs, arguments):
-            if buffer.data_ptr() != argument.data_ptr():
+            self._names.add(name)
+            self._fixed.update(t.data_ptr() for _, outputs in entry.graphs for t in tensors_of(outputs))
+        known = [*versions, *[None] * (len(arguments) - len(versions))]
+        for i, (buffer, argument) in enumerate(zip(entry.inputs, arguments)):
+            is_there = known[i] is not None and known[i] == entry.versions[i]
+            if not is_there and buffer.data_ptr() != argument.data_ptr():
                 buffer.copy_(argument, non_blocking=True)
-        entry.graph.replay()
-        return entry.outputs
+        entry.versions = known
+        graph, outputs = entry.graphs[entry.turn]
+        entry.turn = (entry.turn + 1) % len(entry.graphs)
+        graph.replay()
+        return outputs
 
-    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Captured:
+    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int) -> Captured:
         if self.on_capture is not None:
             self.on_capture(name)
         inputs = tuple(
@@ -72,11 +91,17 @@ class Graphs:
             tensor.copy_(copy)
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with without_collection(), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            outputs = stage(*inputs)
+        graphs = []
+        for _ in range(n_graphs):
+            graph = torch.cuda.CUDAGraph()
+            # On a stream of this device: PyTorch's own for captures is on whichever was current the first time.
+            with without_collection(), torch.cuda.graph(
+                graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                outputs = stage(*inputs)
+            graphs.append((graph, outputs))
         self.n_bytes += torch.cuda.memory_reserved(self.device) - before
-        return Captured(graph, inputs, outputs)
+        return Captured(inputs, graphs, versions=[None] * len(inputs))
 
 
 @contextmanager

@@ -6,7 +6,8 @@ Rows of a verification are sampled as if all drafts before them were right: row 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +55,12 @@ class Plan:
     params: RowParams | None
     n_candidates: int
     bias: tuple[Tensor, Tensor] | None = None
+    serial: int = field(default_factory=count().__next__)  # another plan, another number
+
+    @property
+    def n_biases(self) -> int:
+        """Biased tokens a row, padding included."""
+        return 0 if self.bias is None else self.bias[0].shape[1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -76,7 +83,7 @@ class Chooser:
         self.is_eog = torch.zeros(n_vocab, dtype=torch.bool, device=device)
         if tokenizer.eog:
             self.is_eog[torch.tensor(sorted(tokenizer.eog), device=device)] = True
-        self._plan: tuple[tuple[int, ...], Plan | None] | None = None
+        self._plans: tuple[list[int], dict[int, Plan | None]] = [], {}  # jobs, and their plans by width
 
     def bind(self, params: SamplingParams) -> SamplingParams:
         return bind(params, self.tokenizer)
@@ -140,10 +147,13 @@ class Chooser:
     def plan(self, slots: Sequence[Slot], W: int) -> Plan | None:
         """How these slots' rows can be sampled without the host, or None. Kept while the same jobs run."""
         jobs = [slot.job for slot in slots if slot.job is not None]
-        key = (W, *(job.id for job in jobs))
-        if self._plan is None or self._plan[0] != key:
-            self._plan = (key, self._make_plan(slots, [job.request.sampling for job in jobs], W))
-        return self._plan[1]
+        ids = [job.id for job in jobs]
+        if self._plans[0] != ids:
+            self._plans = ids, {}
+        plans = self._plans[1]
+        if W not in plans:
+            plans[W] = self._make_plan(slots, [job.request.sampling for job in jobs], W)
+        return plans[W]
 
     def _make_plan(self, slots: Sequence[Slot], params: list[SamplingParams], W: int) -> Plan | None:
         simple = all(

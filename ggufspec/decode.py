@@ -3,99 +3,66 @@
 Its stages work on device tensors alone. On a GPU a step whose sampling and drafter need no host is one captured graph
 (see capture): the host writes one small table, replays, and reads one small table. Other steps capture what they can
 and run the rest eagerly; the arithmetic is the same.
+
+`launch` gives a step to the device, `collect` reads its results. A step may be launched before the results of the one
+before it are read (`can_follow`): what it begins with then stands on the device (see follow).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .adaptive import Choice
 from .cache import Cache
 from .capture import Graphs
 from .choose import Choices, Chooser, Plan
 from .drafters import Drafter
+from .drafters.mtp import Mtp
+from .drafters.small_model import SmallModel
 from .drafters.synth import SyntheticAcceptance
-from .job import TokenOut
+from .flight import Decoded, Flight
+from .follow import Entry, SlotValues, StepInputs
+from .laps import Laps
+from .pinned import Pinned
 from .rows import Rows
 from .slot import Slot
 from .speculate import accepted_prefix, lay_out
 
 if TYPE_CHECKING:
     from .models import Model, Output
-
-
-@dataclass
-class Decoded:
-    """Host results of a step, one entry a slot. `emitted[b]` has the accepted drafts and the target's own token."""
-
-    emitted: list[list[int]]
-    reported: list[list[TokenOut]]
-    n_drafted: list[int]  # tokens verified
-    proposed: bool  # whether the drafter was asked
-    draft_ms: float
-    verify_ms: float
-    sample_ms: float
-
-
-class Laps:
-    """Times of a step's phases: draft, verify, sample, observe. On a GPU they are taken with events.
-
-    Events of a captured step are nodes of its graph and are recorded anew at every replay.
-    """
-
-    def __init__(self, device: torch.device, captured: bool = False):
-        self.make: Callable[[], Any] | None = None
-        if device.type == "cuda":
-            self.make = lambda: torch.cuda.Event(enable_timing=True, external=captured)
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self.make is None:
-            self.marks.append(time.perf_counter())
-            return
-        event = self.make()
-        event.record()
-        self.marks.append(event)
-
-    def ms(self) -> list[float]:
-        """Milliseconds between marks; on a GPU call it after the device has finished."""
-        pairs = zip(self.marks, self.marks[1:])
-        if self.make is not None:
-            return [a.elapsed_time(b) for a, b in pairs]
-        return [1000 * (b - a) for a, b in pairs]
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What the host knows before a step; [B] int64 each, on the device."""
-
-    slots: Tensor
-    last: Tensor  # sampled, not yet evaluated
-    n_past: Tensor
-    room: Tensor  # drafted tokens allowed
-
-    @classmethod
-    def of(cls, table: Tensor) -> StepInputs:
-        return cls(*table.unbind(0))
+    from .models.base import RunStage
 
 
 class Decoder:
-    """The target, its cache, the drafter and the chooser, stage by stage. `graphs` None runs every stage eagerly."""
+    """The target, its cache, the drafter and the chooser, stage by stage. `graphs` None runs every stage eagerly.
+
+    `ahead`: whether steps may be launched before the results of the one before are read; None: with graphs.
+    """
 
     def __init__(self, target: Model, cache: Cache, drafter: Drafter | None, chooser: Chooser,
-                 graphs: Graphs | None = None, synthetic: SyntheticAcceptance | None = None):
+                 graphs: Graphs | None = None, synthetic: SyntheticAcceptance | None = None,
+                 ahead: bool | None = None, run_stage: RunStage | None = None):
         self.target = target
         self.cache = cache
         self.drafter = drafter
         self.chooser = chooser
         self.graphs = graphs
+        self.run_stage = run_stage  # of a target on several devices; None: as it is
         self.synthetic = synthetic
         self.device = target.device
+        self.ahead = graphs is not None if ahead is None else ahead
+        self.values = SlotValues(cache.n_slots, self.device)
+        # What a step replaces in the drafter and `drop` has to bring back; [n_slots, ...] each.
+        carried = [drafter.pending] if isinstance(drafter, Mtp) else []
+        self._kept = [(tensor, torch.zeros_like(tensor)) for tensor in carried]
+        self._pinned = Pinned(self.device)
+        self._turn = 0
+        self._done: list[Any] = [None, None]  # events of the last steps of both turns
         self._accepted_rows: dict[int, int] = {}
 
     @property
@@ -103,66 +70,158 @@ class Decoder:
         """Drafters whose drafts the host sees: a step without any costs no more than a plain one."""
         return self.drafter is not None and not self.drafter.capturable
 
-    def step(self, slots: Sequence[Slot], limits: Sequence[int], n: int,
-             meanwhile: Callable[[], None] | None = None) -> Decoded:
-        """Decode once for `slots`, with a draft of n tokens of which at most limits[b] are verified for slot b.
+    def mutable(self) -> list[Tensor]:
+        """Own tensors that running a stage twice would change twice."""
+        return [self.values.values, *(kept for _, kept in self._kept)]
 
-        `meanwhile` is called when the device has its work and the host would wait for it.
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def can_follow(self, slots: Sequence[Slot], n: int) -> bool:
+        """Whether a step of these slots with n drafted tokens can be launched while another one is on its way.
+
+        Not when the host takes part in it, and not when its graph is still to be captured. Eager steps on a GPU are
+        bound by the host anyway.
         """
-        n = n if self.drafter is not None else 0
         plan = self.chooser.plan(slots, n + 1)
-        table = torch.tensor([[s.id, s.last, s.n_past, limit] for s, limit in zip(slots, limits)]).T.contiguous()
-        uniforms = () if self.synthetic is None else (self.synthetic.draw([s.id for s in slots], n),)
-        if self.graphs is not None and plan is not None and (self.drafter is None or self.drafter.capturable):
-            choices, summary, laps = self._captured(self.graphs, table, plan, uniforms, n)
+        if not self.ahead or plan is None or self.is_on_host:
+            return False
+        if self.graphs is None:
+            return self.device.type == "cpu"
+        return self.graphs.has(self._name(plan, len(slots), n))
+
+    def launch(self, slots: Sequence[Slot], choice: Choice, rooms: Sequence[int], following: Flight | None = None
+               ) -> Flight:
+        """Give the device a step of `slots`: drafts of choice.n tokens, of which at most choice.lengths[b], and as many
+        as there is room for, are verified for slot b.
+
+        rooms[b]: drafted tokens that slot b has room for; slots of the flight that is followed have less by then.
+        """
+        began = time.perf_counter()
+        n = choice.n if self.drafter is not None else 0
+        plan = self.chooser.plan(slots, n + 1)
+        self._turn = 1 - self._turn
+        if self._done[self._turn] is not None:
+            self._done[self._turn].synchronize()  # as good as always past: its memory is used again
+        entries = [
+            Entry(s.id, length, False) if following is not None and following.holds(s)
+            else Entry(s.id, length, True, s.last, s.n_past, room)
+            for s, length, room in zip(slots, choice.lengths, rooms)
+        ]  # fmt: skip
+        rows = SlotValues.table(entries)
+        table = self._filled("table", rows, torch.int64)
+        uniforms = () if self.synthetic is None else (self._random_numbers(slots, n),)
+        if self.graphs is not None and plan is not None and not self.is_on_host:
+            # A table of slots that all follow says nothing new, step after step.
+            version = None if any(e.is_fresh for e in entries) else (tuple(rows[0]), tuple(rows[1]))
+            choices, summary, laps = self._captured(self.graphs, table, plan, uniforms, n, version)
         else:
             choices, summary, laps = self._staged(table, plan, uniforms, slots, n)
-        if meanwhile is not None:
-            meanwhile()
-        host = summary.tolist()
-        emitted = [row[: row[-2] + 1] for row in host]
-        for slot, tokens, row in zip(slots, emitted, host):
-            self._accepted_rows[slot.id] = len(tokens)
-            if self.synthetic is not None:
-                self.synthetic.used(slot.id, row[-1] - 1, len(tokens) - 1)
-        chosen = self.chooser.report(slots, choices, emitted)
-        draft_ms, verify_ms, sample_ms, observe_ms = laps.ms()
-        return Decoded(
-            emitted, [c.reported for c in chosen], [row[-1] - 1 for row in host], n > 0,
-            draft_ms + observe_ms, verify_ms, sample_ms,
-        )
+        jobs = [slot.job for slot in slots if slot.job is not None]
+        host, done = self._sent(summary)
+        return Flight(list(slots), jobs, choice, choices, host, laps, done, began)
 
-    def _captured(self, graphs: Graphs, table: Tensor, plan: Plan, uniforms: tuple[Tensor, ...], n: int
-                  ) -> tuple[Choices, Tensor, Laps]:
+    def collect(self, flight: Flight) -> Decoded:
+        """Wait for a step and read it. What slots without their job made of it is ignored."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        host = flight.summary.tolist()
+        draft_ms, verify_ms, sample_ms, observe_ms = flight.laps.ms()
+        emitted = [row[: row[-2] + 1] for row in host]
+        n_drafted = [row[-1] - 1 for row in host]
+        chosen = self.chooser.report(flight.slots, flight.choices, emitted)
+        live = flight.live()
+        for b in live:
+            slot = flight.slots[b]
+            self._accepted_rows[slot.id] = len(emitted[b])
+            if self.synthetic is not None:
+                self.synthetic.used(slot.id, n_drafted[b], len(emitted[b]) - 1)
+        return Decoded(
+            [flight.slots[b] for b in live], [emitted[b] for b in live], [chosen[b].reported for b in live],
+            [n_drafted[b] for b in live], self.drafter is not None and flight.choice.n > 0,
+            draft_ms + observe_ms, verify_ms, sample_ms,
+        )  # fmt: skip
+
+    def drop(self, slot_id: int) -> None:
+        """Undo the slot's part in the step launched last: as if it had not run. Thrown away before it is read.
+
+        The step has replayed the accepted rows of the one before it into the recurrent states, where they belong; its
+        own rows are replayed by nobody. Cells at n_past and after it are never seen.
+        """
+        self.cache.trim(slot_id, 0)
+        if isinstance(self.drafter, SmallModel):
+            self.drafter.cache.trim(slot_id, 0)
+        for tensor, kept in self._kept:
+            tensor[slot_id] = kept[slot_id]
+
+    def n_accepted_rows(self, slot_id: int) -> int:
+        """Rows of the slot's last step that were committed: the last token and the accepted drafts."""
+        return self._accepted_rows[slot_id]
+
+    # -- to the device and back ------------------------------------------------------------------------------------
+
+    def _filled(self, name: str, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        """Host values where the device can fetch them while the host goes on."""
+        made = torch.tensor(values, dtype=dtype)
+        return self._pinned.piece(name, self._turn, made.shape, dtype).copy_(made)
+
+    def _random_numbers(self, slots: Sequence[Slot], n: int) -> Tensor:
+        """[B, n + n_max] numbers for synthetic acceptance: those of a step that follows begin after the ones that the
+        step before it uses."""
+        assert self.synthetic is not None and self.drafter is not None
+        drawn = [self.synthetic.uniforms[slot.id].peek(n + self.drafter.n_max) for slot in slots]
+        return self._filled("uniforms", drawn, torch.float64)
+
+    def _sent(self, summary: Tensor) -> tuple[Tensor, Any]:
+        """(the summary on the host, the event after which it is there)"""
+        if self.device.type != "cuda":
+            return summary, None
+        host = self._pinned.piece("summary", self._turn, summary.shape, summary.dtype)
+        host.copy_(summary, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        self._done[self._turn] = done
+        return host, done
+
+    def _name(self, plan: Plan, batch: int, n: int) -> Hashable:
+        """Of the graph of a whole step; everything that its shapes follow from."""
+        n_uniforms = 0 if self.synthetic is None or self.drafter is None else n + self.drafter.n_max
+        return "step", n, batch, plan.n_candidates, plan.params is not None, plan.n_biases, n_uniforms
+
+    def _captured(self, graphs: Graphs, table: Tensor, plan: Plan, uniforms: tuple[Tensor, ...], n: int,
+                  version: Hashable) -> tuple[Choices, Tensor, Laps]:
         """The whole step as one graph."""
         n_params = len(plan.tensors)
 
         def step(table: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Laps]:
             laps = Laps(self.device, captured=torch.cuda.is_current_stream_capturing())
-            inputs = StepInputs.of(table)
             laps.mark()
+            inputs = self._begin(table)
             draft, n_draft = self._draft(inputs, n)
             laps.mark()
             rows, output = self._verify(inputs.slots, inputs.last, inputs.n_past, draft, n_draft)
             laps.mark()
             assert output.logits is not None
             tokens = self.chooser.simple(output.logits, rows, plan.with_tensors(rest[:n_params]))
-            summary = self._settle(rows, tokens, rest[n_params:])
+            summary = self._settle(rows, tokens, inputs, rest[n_params:])
             laps.mark()
             self._observe(rows, output, summary[:, -2])
             laps.mark()
             return tokens, summary, laps
 
-        name = ("step", n, plan.n_candidates, n_params)
-        tokens, summary, laps = graphs.run(name, step, (table, *plan.tensors, *uniforms))
+        name = self._name(plan, table.shape[1], n)
+        versions = (version, *(plan.serial for _ in plan.tensors))
+        tokens, summary, laps = graphs.run(
+            name, step, (table, *plan.tensors, *uniforms), versions=versions, in_turns=self.ahead
+        )
         return Choices(tokens), summary, laps
 
     def _staged(self, table: Tensor, plan: Plan | None, uniforms: tuple[Tensor, ...], slots: Sequence[Slot], n: int
                 ) -> tuple[Choices, Tensor, Laps]:
         """Stage by stage: for the CPU, for sampling that needs the host, and for drafters that live there."""
-        inputs = StepInputs.of(table.to(self.device))
+        table, *uniforms_there = (t.to(self.device, non_blocking=True) for t in (table, *uniforms))
         laps = Laps(self.device)
         laps.mark()
+        inputs = self._begin(table)
         draft, n_draft = self._draft(inputs, n)
         if n > 0 and self.synthetic is None and self.is_on_host and not bool(n_draft.any()):
             draft, n, plan = draft[:, :0], 0, self.chooser.plan(slots, 1)  # nothing to verify: the plain path
@@ -178,7 +237,7 @@ class Decoder:
             choices = Choices(self.chooser.simple(output.logits, rows, plan))
         else:
             choices = self.chooser.general(output.logits, rows, slots)
-        summary = self._settle(rows, choices.tokens, uniforms)
+        summary = self._settle(rows, choices.tokens, inputs, uniforms_there)
         laps.mark()
         self._observe(rows, output, summary[:, -2])
         laps.mark()
@@ -186,33 +245,38 @@ class Decoder:
 
     # -- stages ------------------------------------------------------------------------------------------------
 
+    def _begin(self, table: Tensor) -> StepInputs:
+        if self.ahead:
+            for tensor, kept in self._kept:
+                kept.copy_(tensor)
+        return self.values.inputs(table)
+
     def _draft(self, inputs: StepInputs, n: int) -> tuple[Tensor, Tensor]:
         """(tokens [B, n], how many count [B])"""
         if self.drafter is None or n == 0:
             return inputs.last.new_zeros(inputs.last.shape[0], 0), torch.zeros_like(inputs.last)
         draft = self.drafter.propose(inputs.slots, inputs.last, inputs.n_past, n)
-        return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), inputs.room)
+        return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), inputs.limit)
 
     def _verify(self, slots: Tensor, last: Tensor, n_past: Tensor, draft: Tensor, n_draft: Tensor
                 ) -> tuple[Rows, Output]:
         taps = self.drafter.taps if self.drafter is not None else ()
         rows = lay_out(last, draft, n_draft, slots, n_past, self.target.n_vocab)
-        return rows, self.target.forward(rows, self.cache, taps=taps, logits="all")
+        return rows, self.target.forward(rows, self.cache, taps=taps, logits="all", run=self.run_stage)
 
-    def _settle(self, rows: Rows, tokens: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
+    def _settle(self, rows: Rows, tokens: Tensor, inputs: StepInputs, uniforms: Sequence[Tensor]) -> Tensor:
         """Commit the accepted rows; [B, W + 2] for the host: tokens, n_accepted, n_rows."""
         if self.synthetic is not None:
-            tokens, n_accepted = self.synthetic.settle(rows, tokens, uniforms[0], self.chooser.is_eog)
+            order = inputs.used[:, None] + torch.arange(rows.width - 1, device=self.device)
+            tokens, n_accepted = self.synthetic.settle(
+                rows, tokens, uniforms[0].gather(1, order), self.chooser.is_eog
+            )
         else:
             n_accepted = accepted_prefix(rows, tokens, self.chooser.is_eog)
         self.cache.accept(rows.slots, n_accepted + 1)
-        return torch.cat([tokens, n_accepted[:, None], rows.n_rows[:, None]], dim=1)
+        return self.values.advance(inputs, tokens, n_accepted, rows.n_rows)
 
     def _observe(self, rows: Rows, output: Output, n_accepted: Tensor) -> None:
         if self.drafter is not None:
             self.drafter.observe(rows, output)
             self.drafter.accept(rows.slots, n_accepted)
-
-    def n_accepted_rows(self, slot_id: int) -> int:
-        """Rows of the slot's last step that were committed: the last token and the accepted drafts."""
-        return self._accepted_rows[slot_id]

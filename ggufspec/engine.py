@@ -2,7 +2,8 @@
 
 A step takes at most one prompt chunk through the target, then one decode step for all running slots together:
 draft, lay out rows, forward, sample, accept, emit. A long prompt therefore never holds running streams back for more
-than one micro-batch.
+than one micro-batch. Where it can, the decode loop runs one step ahead: the device has the next step before the host
+reads the results of this one.
 """
 
 from __future__ import annotations
@@ -13,60 +14,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import admission
+from . import admission, results
 from .adaptive import Adaptive, Choice
 from .capture import Graphs
 from .choose import Chooser
-from .decode import Decoded, Decoder
+from .decode import Decoder
 from .drafters import Drafter
-from .drafters.chain import Chain
-from .drafters.statistics import count_positions
 from .drafters.synth import SyntheticAcceptance
 from .errors import RequestError
-from .job import Event, Job, JobState, Request, TokenOut
+from .flight import Flight
+from .handover import on
+from .job import Event, Job, JobState, Request
+from .lengths import Lengths
+from .prefill import Prefill
 from .prompt_cache import PromptCache
-from .rows import prompt_rows
 from .slot import Slot
+from .stage_graphs import StageGraphs
+from .stats import EngineStats, account
 from .stream import TextStream
 
 if TYPE_CHECKING:
     from .models import Model
     from .tokenizer import Tokenizer
-
-
-@dataclass
-class EngineStats:
-    """Totals over the engine's life; times in milliseconds of wall clock."""
-
-    prompt_tokens: int = 0
-    predicted_tokens: int = 0
-    prompt_ms: float = 0.0
-    decode_ms: float = 0.0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    sample_ms: float = 0.0
-    n_decode: int = 0
-    n_slots_decoded: int = 0
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-    n_drafts: int = 0
-    accepted_at: list[int] = field(default_factory=list)
-    last_draft_ms: float = 0.0
-    last_verify_ms: float = 0.0
-
-    def record_draft(self, n_drafted: int, n_accepted: int) -> None:
-        if n_drafted == 0:
-            return
-        self.n_drafts += 1
-        self.draft_n += n_drafted
-        self.draft_n_accepted += n_accepted
-        count_positions(self.accepted_at, n_accepted)
 
 
 @dataclass
@@ -93,7 +67,8 @@ class Link(Protocol):
 class Engine:
     """Runs jobs on a target model with at most one drafter (which may be a chain of several).
 
-    `n_ctx` is the context of one slot. `n_max` is the draft length, None for the drafter's own limit.
+    `n_ctx` is the context of one slot. `n_max` is the draft length, None for the drafter's own limit. `ahead`: launch a
+    step before the results of the one before are read; None: where steps are captured in graphs.
     """
 
     def __init__(
@@ -116,6 +91,7 @@ class Engine:
         link: Link | None = None,
         synthetic: SyntheticAcceptance | None = None,
         policy: Adaptive | None = None,
+        ahead: bool | None = None,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -132,12 +108,16 @@ class Engine:
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
         graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
-        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic)
+        stages = StageGraphs(target, self.cache, on_capture) if use_graphs and self._has_stages() else None
+        if link is not None:
+            ahead = False  # ranks share what they were asked before every step
+        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead, stages)
+        self.prefill = Prefill(target, drafter)
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
-        self._untold: Callable[[float | None], None] | None = None  # the last step's results, for the policy
-        self._step_ms: float | None = None
-        self._prepared: tuple[list[int], list[int], Choice] | None = None  # jobs, limits and the choice for them
+        self.lengths = Lengths(self)
+        self._flights: deque[Flight] = deque()  # steps that the device has and the host has not read, at most two
+        self._results_at = 0.0  # when the host last had a step's results
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()
         self._inbox = Inbox()
@@ -145,11 +125,16 @@ class Engine:
         self._lock = threading.Lock()
 
     def _can_capture(self) -> bool:
-        """Graphs hold the work of one GPU; layers elsewhere keep the step eager."""
-        return self.device.type == "cuda" and all(layer.device == self.device for layer in self.target.layers)
+        """A graph of a whole step holds the work of one GPU."""
+        return self.device.type == "cuda" and all(stage.device == self.device for stage in self.target.stages)
+
+    def _has_stages(self) -> bool:
+        """Layers on several devices: a graph a stage."""
+        return len(self.target.stages) > 1 and any(stage.device.type == "cuda" for stage in self.target.stages)
 
     def _mutable(self) -> list[Tensor]:
-        return self.cache.mutable() + ([] if self.drafter is None else self.drafter.mutable())
+        own = self.cache.mutable() + self.decoder.mutable()
+        return own + ([] if self.drafter is None else self.drafter.mutable())
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -209,6 +194,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Admit, one prompt chunk, one decode step. Returns what happened, in order."""
+        with on(self.device):
+            return self._step()
+
+    def _step(self) -> list[Event]:
         events = self._take_inbox()
         events += self._admit()
         waiting = [s for s in self.slots if s.job is not None and s.job.state is JobState.PROMPT]
@@ -216,6 +205,8 @@ class Engine:
             slot = min(waiting, key=lambda s: s.job.id if s.job else 0)
             events += self._prompt_chunk(slot)
         running = [s for s in self.slots if s.generating]
+        if running or not waiting:
+            self.prefill.join()
         if running:
             events += self._decode(running, is_alone=not waiting)
         return events
@@ -224,10 +215,10 @@ class Engine:
         """Queue what was submitted and drop what was cancelled since the last step."""
         with self._lock:
             inbox, self._inbox = self._inbox, Inbox()
-        inbox.emitted, inbox.step_ms = self._emitted, self._step_ms
+        inbox.emitted, inbox.step_ms = self._emitted, self.lengths.step_ms
         if self.link is not None:
             inbox = self.link.share(inbox)
-        self._step_ms = inbox.step_ms
+        self.lengths.step_ms = inbox.step_ms
         self._queue.extend(inbox.submitted)
         cancelled = set(inbox.cancelled)
         dropped = [job for job in self._queue if job.id in cancelled]
@@ -237,7 +228,7 @@ class Engine:
         events = [Event(job, "done") for job in dropped]
         for slot in self.slots:
             if slot.job is not None and slot.job.id in cancelled:
-                events.append(self._finish(slot, "cancelled", "none"))
+                events.append(results.finish(self, slot, "cancelled", "none"))
         return events
 
     def _admit(self) -> list[Event]:
@@ -253,7 +244,7 @@ class Engine:
                 try:
                     admission.start(self, slot, job)
                 except RequestError as error:
-                    events.append(self._fail(slot, error))
+                    events.append(results.fail(self, slot, error))
         return events
 
     def _prompt_chunk(self, slot: Slot) -> list[Event]:
@@ -263,12 +254,10 @@ class Engine:
         prompt, n_past = job.request.prompt, slot.n_past
         end = admission.chunk_end(n_past, len(prompt), self.n_ubatch, self.cache.has_recurrent)
         final = end == len(prompt)
-        tokens = torch.tensor(prompt[n_past:end], dtype=torch.int64).to(self.device)
-        rows = prompt_rows(tokens, slot.id, n_past)
+        rows = self.prefill.rows(prompt[n_past:end], slot.id, n_past)
         taps = self.drafter.taps if self.drafter is not None else ()
         output = self.target.forward(rows, self.cache, taps=taps, logits="last" if final else "none")
-        if self.drafter is not None:
-            self.drafter.observe(rows, output)
+        self.prefill.observe(rows, output)
         if job.request.want_embedding:
             part = output.hidden[0].float().cpu()
             job.embedding = part if job.embedding is None else torch.cat([job.embedding, part])
@@ -278,7 +267,7 @@ class Engine:
             admission.checkpoint(self, slot)
         events: list[Event] = []
         if final and job.request.want_embedding:
-            events = [self._finish(slot, "stop", "limit")]
+            events = [results.finish(self, slot, "stop", "limit")]
         elif final:
             if self.drafter is not None:
                 with self.drafter.stats.timed("begin"):
@@ -286,7 +275,7 @@ class Engine:
             assert output.logits is not None
             choice = self.chooser.first(output.logits[:, 0], slot)
             job.state = JobState.RUNNING
-            events = self._emit(slot, choice.tokens, choice.reported)
+            events = results.emit(self, slot, choice.tokens, choice.reported)
         ms = 1000 * (time.perf_counter() - start)
         job.stats.prompt_ms += ms
         job.stats.prompt_n += end - n_past
@@ -295,189 +284,62 @@ class Engine:
         return events or [Event(job, "prompt")]
 
     def _decode(self, running: list[Slot], is_alone: bool = True) -> list[Event]:
-        start = time.perf_counter()
-        choice = self._choose_lengths(running)
-        # The width stays when room runs out: other widths would be other graphs to capture.
-        limits = [min(n, self._room(slot)) for n, slot in zip(choice.lengths, running)]
-        if not any(limits):
-            choice = Choice.plain(len(running))
-        decoded = self.decoder.step(running, limits, choice.n, self._prepare if self.policy is not None else None)
-        ms = 1000 * (time.perf_counter() - start)
-        self._account(running, decoded, ms)
-        self._keep_report(running, choice, decoded, ms if is_alone else None)
+        """The results of one decode step. When the next one needs nothing of them, it is launched first."""
+        began = time.perf_counter()
+        if not self._flights:
+            self._launch(running)
+        self.lengths.prepare()
+        if is_alone and self.decoder.ahead and len(self._flights) == 1 and not self._inbox:
+            self._run_ahead(running, self._flights[0])
+        flight = self._flights[0]
+        decoded = self.decoder.collect(flight)
+        self._flights.popleft()
+        now = time.perf_counter()
+        ms = 1000 * (now - max(self._results_at, flight.began if is_alone else began))
+        self._results_at = now
+        account(self.stats, self.drafter, decoded, ms)
+        self.lengths.keep(flight, decoded, ms if is_alone else None)
         if self.link is not None:
             self._emitted = hash(tuple(map(tuple, decoded.emitted)))
         events: list[Event] = []
-        for slot, tokens, reported in zip(running, decoded.emitted, decoded.reported):
-            evaluated = [slot.last, *tokens[:-1]]
-            slot.tokens.extend(evaluated)
-            events += self._emit(slot, tokens, reported)
+        for slot, tokens, reported in zip(decoded.slots, decoded.emitted, decoded.reported):
+            slot.tokens.extend([slot.last, *tokens[:-1]])
+            events += results.emit(self, slot, tokens, reported)
         return events
 
-    def _choose_lengths(self, running: list[Slot]) -> Choice:
-        """Drafted tokens of each slot: as many as allowed, or as the policy says."""
-        most = [self._draft_length(slot) for slot in running]
-        if self.policy is None:
-            return Choice(max(most), most, [()] * len(most))
-        jobs = [slot.job.id for slot in running if slot.job is not None]
-        if self._prepared is None or self._prepared[:2] != (jobs, most):
-            self._prepared = jobs, most, self.policy.choose(jobs, most)
-        choice = self._prepared[2]
-        if isinstance(self.drafter, Chain):
-            self.drafter.allowed = choice.members
-        return choice
+    def _launch(self, slots: list[Slot], choice: Choice | None = None, following: Flight | None = None) -> None:
+        rooms = [self._room(slot) for slot in slots]
+        choice = choice or self.lengths.choose(slots, rooms)
+        self._flights.append(self.decoder.launch(slots, choice, rooms, following))
 
-    def _prepare(self) -> None:
-        """While the device works: tell the policy of the step before this one and ask it for the next."""
-        assert self.policy is not None and self._prepared is not None
-        if self._untold is not None:
-            self._untold(self._step_ms)
-            self._untold = None
-        jobs, most, _ = self._prepared
-        self._prepared = jobs, most, self.policy.choose(jobs, most)
-
-    def _keep_report(self, running: list[Slot], choice: Choice, decoded: Decoded, ms: float | None) -> None:
-        """Keep what the policy is told once all ranks know the time the step took."""
-        self._step_ms = ms
-        if self.policy is None:
+    def _run_ahead(self, running: list[Slot], flight: Flight) -> None:
+        """Launch the step after `flight`, whose results are not read yet. Slots that end there for certain take no
+        part; what the step does for those that turn out to have ended is undone by `leave`."""
+        slots = [s for s in running if not flight.holds(s) or results.n_left(self, s) > 1]
+        if not slots or self.decoder.is_on_host:
             return
-        chain = self.drafter if isinstance(self.drafter, Chain) else None
-        jobs = [slot.job.id for slot in running if slot.job is not None]
-        sources = [chain.source(slot.id) if chain is not None else 0 for slot in running]
-        accepted = [len(tokens) - 1 for tokens in decoded.emitted]
-        self._untold = partial(self.policy.record, jobs, choice, decoded.n_drafted, accepted, sources)
-
-    def _draft_length(self, slot: Slot) -> int:
-        """The most drafted tokens that this slot may have."""
-        assert slot.job is not None
-        own = slot.job.request.speculation.n_max
-        return self.n_max if own is None else min(self.n_max, own)
+        if flight.choice.n > 0 and any(results.may_be_cut(slot) for slot in running):
+            return
+        choice = self.lengths.choose(slots, [self._room(s) - flight.holds(s) for s in slots])
+        if self.decoder.can_follow(slots, choice.n):
+            self._launch(slots, choice, flight)
 
     def _room(self, slot: Slot) -> int:
         """Drafted tokens that the slot's context and the tokens still wanted leave room for."""
-        job = slot.job
-        assert job is not None
-        room = self.n_ctx - slot.n_past - 2
-        if job.request.n_predict >= 0:
-            room = min(room, job.request.n_predict - len(job.generated) - 1)
-        return max(room, 0)
+        return max(results.n_left(self, slot) - 1, 0)
 
-    def _account(self, running: list[Slot], decoded: Decoded, ms: float) -> None:
-        stats = self.stats
-        stats.decode_ms += ms
-        stats.draft_ms += decoded.draft_ms
-        stats.verify_ms += decoded.verify_ms
-        stats.sample_ms += decoded.sample_ms
-        stats.last_draft_ms, stats.last_verify_ms = decoded.draft_ms, decoded.verify_ms
-        if self.drafter is not None and decoded.proposed:
-            self.drafter.stats.add("propose", decoded.draft_ms)
-            self.drafter.stats.add("accept", 0.0)
-        stats.n_decode += 1
-        stats.n_slots_decoded += len(running)
-        for slot, n_drafted, tokens in zip(running, decoded.n_drafted, decoded.emitted):
-            assert slot.job is not None
-            job_stats, n_accepted = slot.job.stats, len(tokens) - 1
-            job_stats.draft_ms += decoded.draft_ms
-            job_stats.verify_ms += decoded.verify_ms
-            job_stats.sample_ms += decoded.sample_ms
-            stats.record_draft(n_drafted, n_accepted)
-            if n_drafted > 0:
-                job_stats.draft_n += n_drafted
-                job_stats.draft_n_accepted += n_accepted
-                job_stats.n_verify += 1
-                counts = job_stats.accepted_per_position
-                counts += [0] * (n_drafted - len(counts))
-                count_positions(counts, n_accepted)
-            if self.drafter is not None:
-                self.drafter.record(slot.id, n_drafted, n_accepted)
+    def is_ahead(self, slot: Slot) -> bool:
+        """Whether a step whose results are not read works for the slot's job."""
+        return any(flight.holds(slot) for flight in self._flights)
 
-    # -- results -----------------------------------------------------------------------------------------------
-
-    def _emit(self, slot: Slot, tokens: list[int], reported: list[TokenOut]) -> list[Event]:
-        """Hand tokens to the job until one of them ends it. `tokens[-1]` is not evaluated yet."""
-        job = slot.job
-        assert job is not None and slot.stream is not None
-        now = time.perf_counter()
-        if not job.generated:
-            job.stats.t_start = now
-        job.stats.predicted_ms = 1000 * (now - job.stats.t_start)
-        shown: list[TokenOut] = []
-        text = ""
-        for i, (token, out) in enumerate(zip(tokens, reported)):
-            error = self.chooser.accept(slot, token)
-            if error is not None:
-                self._trim(slot, len(tokens) - 1 - i)
-                return [self._fail(slot, error, text, shown)]
-            job.generated.append(token)
-            shown.append(out)
-            ends = self._ends(slot, token)
-            if not ends:
-                text += slot.stream.push(token)
-                ends = self._ends_after(slot)
-            if ends:
-                self._trim(slot, len(tokens) - 1 - i)
-                slot.last = -1
-                return [self._finish(slot, *ends, text=text, tokens=shown)]
-        slot.last = tokens[-1]
-        job.text += text
-        job.stats.predicted_n = len(job.generated)
-        return [Event(job, "text", text, shown)]
-
-    def _ends(self, slot: Slot, token: int) -> tuple[str, str] | None:
-        return ("stop", "eos") if token in self.tokenizer.eog else None
-
-    def _ends_after(self, slot: Slot) -> tuple[str, str] | None:
-        """(finish reason, stop kind) when the stream ends with the token just pushed."""
-        job, stream = slot.job, slot.stream
-        assert job is not None and stream is not None
-        if stream.stopped_by is not None:
-            job.stopping_word = stream.stopped_by
-            return "stop", "word"
-        if slot.grammar is not None and slot.grammar.finished:
-            return "stop", "eos"
-        if 0 <= job.request.n_predict <= len(job.generated):
-            return "length", "limit"
-        if len(job.request.prompt) + len(job.generated) >= self.n_ctx:
-            job.truncated = True
-            return "length", "limit"
-        return None
-
-    def _trim(self, slot: Slot, n_too_many: int) -> None:
-        """Take the last rows of the step just accepted back: the stream ended before them.
-
-        Possible because recurrent layers replay a step's rows only at the next one.
-        """
-        if n_too_many == 0:
-            return
-        kept = self.decoder.n_accepted_rows(slot.id) - n_too_many
-        self.cache.trim(slot.id, kept)
-        if self.drafter is not None:
-            one = torch.tensor([slot.id], device=self.device)
-            self.drafter.accept(one, torch.tensor([kept - 1], device=self.device))
-        del slot.tokens[len(slot.tokens) - n_too_many :]
-
-    def _finish(self, slot: Slot, reason: str, stop_kind: str, text: str = "",
-                tokens: list[TokenOut] | None = None) -> Event:
-        job = slot.job
-        assert job is not None
-        if slot.stream is not None and reason != "cancelled":
-            text += slot.stream.finish()
-            if slot.stream.stopped_by is not None and not job.stopping_word:
-                job.stopping_word, reason, stop_kind = slot.stream.stopped_by, "stop", "word"
-        job.text += text
-        job.finish_reason, job.stop_kind = reason, stop_kind
-        job.stats.predicted_n = len(job.generated)
-        job.state = JobState.DONE
-        self.stats.predicted_tokens += len(job.generated)
-        slot.job, slot.stream, slot.grammar, slot.last = None, None, None, -1
-        slot.t_used = time.perf_counter()
-        return Event(job, "done", text, tokens or [])
-
-    def _fail(self, slot: Slot, error: RequestError, text: str = "", tokens: list[TokenOut] | None = None) -> Event:
-        """End the slot's job for a reason of its own; the others go on."""
-        event = self._finish(slot, "error", "none", text, tokens)
-        event.kind, event.error = "error", error
-        return event
+    def leave(self, slot: Slot) -> None:
+        """The slot's job ends: undo what the device has done for it that nobody has read."""
+        n_ahead = sum(flight.holds(slot) for flight in self._flights)
+        if n_ahead == 1:
+            self.decoder.drop(slot.id)
+        elif n_ahead > 1:  # interrupted after a launch: the first of these steps cannot be undone any more
+            admission.clear(self, slot)
+        self._flights = deque(f for f in self._flights if any(f.slots[b] is not slot for b in f.live()))
 
     def new_stream(self, request: Request) -> TextStream:
         return TextStream(self.tokenizer, request.stop, request.parse_special_out)

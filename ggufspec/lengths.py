@@ -1,0 +1,82 @@
+"""How many tokens a step drafts: as many as allowed, or as the engine's policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .adaptive import Choice
+from .drafters.chain import Chain
+from .flight import Decoded, Flight
+from .slot import Slot
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Lengths:
+    """Asks the policy one step ahead, while the device works: from what is known up to the step before the last."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.step_ms: float | None = None  # what the last step took; in a tensor split, on the first rank
+        self._untold: Callable[[float | None], None] | None = None  # the last step's results, for the policy
+        self._prepared: tuple[list[int], list[int], Choice] | None = None  # jobs, limits and the choice for them
+
+    def choose(self, slots: Sequence[Slot], rooms: Sequence[int]) -> Choice:
+        """Lengths for the next step of these slots. rooms: the most drafted tokens that each will have room for.
+
+        The width stays when room runs out: other widths would be other graphs to capture.
+        """
+        choice = self._choose(slots)
+        fits = any(min(n, room) > 0 for n, room in zip(choice.lengths, rooms))
+        return choice if fits else Choice.plain(len(slots))
+
+    def _choose(self, slots: Sequence[Slot]) -> Choice:
+        most, policy = [self._most(slot) for slot in slots], self.engine.policy
+        if policy is None:
+            return Choice(max(most), most, [()] * len(most))
+        jobs = _jobs(slots)
+        if self._prepared is None or self._prepared[:2] != (jobs, most):
+            self._prepared = jobs, most, policy.choose(jobs, most)
+        choice = self._prepared[2]
+        if isinstance(self.engine.drafter, Chain):
+            self.engine.drafter.allowed = choice.members
+        return choice
+
+    def prepare(self) -> None:
+        """While the device works: tell the policy of the step before this one and ask it for the next."""
+        if self.engine.policy is None or self._prepared is None:
+            return
+        if self._untold is not None:
+            self._untold(self.step_ms)
+            self._untold = None
+        jobs, most, _ = self._prepared
+        self._prepared = jobs, most, self.engine.policy.choose(jobs, most)
+
+    def keep(self, flight: Flight, decoded: Decoded, ms: float | None) -> None:
+        """Keep what the policy is told once all ranks know the time that the step took."""
+        live = flight.live()
+        self.step_ms = ms if len(live) == len(flight.slots) else None  # else it was a larger step's
+        policy = self.engine.policy
+        if policy is None:
+            return
+        chain = self.engine.drafter if isinstance(self.engine.drafter, Chain) else None
+        sources = [chain.source(slot.id) if chain is not None else 0 for slot in decoded.slots]
+        accepted = [len(tokens) - 1 for tokens in decoded.emitted]
+        choice = Choice(
+            flight.choice.n, [flight.choice.lengths[b] for b in live], [flight.choice.members[b] for b in live],
+            flight.choice.is_probe,
+        )  # fmt: skip
+        self._untold = partial(policy.record, _jobs(decoded.slots), choice, decoded.n_drafted, accepted, sources)
+
+    def _most(self, slot: Slot) -> int:
+        """The most drafted tokens that this slot may have."""
+        assert slot.job is not None
+        own = slot.job.request.speculation.n_max
+        return self.engine.n_max if own is None else min(self.engine.n_max, own)
+
+
+def _jobs(slots: Sequence[Slot]) -> list[int]:
+    return [slot.job.id for slot in slots if slot.job is not None]

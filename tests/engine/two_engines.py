@@ -1,0 +1,125 @@
+"""The bundled target in two engines, one of which runs a step ahead: they are played the same and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ggufspec import bundled
+from ggufspec.adaptive import Choice
+from ggufspec.drafters import Drafter, DraftOptions
+from ggufspec.drafters.load import SpecOptions, load_drafter
+from ggufspec.engine import Engine
+from ggufspec.flight import Flight
+from ggufspec.gguf_file import GGUFFile, open_gguf
+from ggufspec.host_copy import host_copy
+from ggufspec.job import Event, Job
+from ggufspec.models import Model, load_model
+from ggufspec.placement import Placement
+from ggufspec.sampling import SamplingParams
+from ggufspec.slot import Slot
+from ggufspec.tokenizer import Tokenizer
+from ggufspec.weights import Weights
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_k=30, seed=5, ignore_eos=True)
+KINDS: dict[str, tuple[str | None, int]] = {"plain": (None, 0), "mtp": (None, 3), "dspark": ("dspark", 5),
+                                            "dflash2": ("dflash2", 4)}  # fmt: skip
+TEXTS = (
+    "import os\nimport json\n\n\ndef read_config(path):\n    ",
+    '{"name": "value", "list": [1, 2, 3], "other": {"name": ',
+    "The function returns a list of all the values that ",
+)
+
+
+class Family:
+    """The bundled target and engines over it."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.file: GGUFFile = open_gguf(bundled.target_path())
+        self.weights = Weights(self.file)
+        n = int(self.file.metadata["qwen35.block_count"])
+        self.model: Model = load_model(self.file, Placement.single(device, n), weights=self.weights)
+        self.tokenizer = Tokenizer.from_metadata(self.file.metadata)
+        self.prompts = [self.tokenizer.encode(text) for text in TEXTS]
+
+    def drafter(self, kind: str, n_slots: int, n_ctx: int) -> Drafter | None:
+        name, n_max = KINDS[kind]
+        if kind == "plain":
+            return None
+        options = SpecOptions(("draft-mtp",) if name is None else (), DraftOptions(n_max=n_max))
+        return load_drafter(
+            options, self.file, self.model, None if name is None else open_gguf(bundled.path(name)),
+            n_slots=n_slots, n_ctx=n_ctx, target_weights=self.weights,
+        )  # fmt: skip
+
+    def engine(self, kind: str, ahead: bool, n_slots: int = 1, n_ctx: int = 256, **options: Any) -> Engine:
+        drafter = options.pop("drafter", None) or self.drafter(kind, n_slots, n_ctx)
+        return Engine(self.model, self.tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=n_ctx, ahead=ahead, **options)
+
+
+def watch(engine: Engine) -> list[tuple[int, int]]:
+    """(slots, slots that follow) of every launch from now on."""
+    seen: list[tuple[int, int]] = []
+    launch = engine.decoder.launch
+
+    def watched(slots: Sequence[Slot], choice: Choice, rooms: Sequence[int], following: Flight | None = None) -> Flight:
+        seen.append((len(slots), 0 if following is None else sum(map(following.holds, slots))))
+        return launch(slots, choice, rooms, following)
+
+    engine.decoder.launch = watched  # type: ignore[method-assign]
+    return seen
+
+
+def drain(engine: Engine) -> list[Event]:
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    return events
+
+
+def outcome(job: Job) -> tuple[Any, ...]:
+    stats = job.stats
+    return (job.generated, job.text, job.finish_reason, job.stop_kind, stats.predicted_n, stats.draft_n,
+            stats.draft_n_accepted, stats.n_verify, stats.accepted_per_position)  # fmt: skip
+
+
+def flat(value: Any) -> list[Any]:
+    """All tensors and numbers inside saved slots."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return flat(list(value.values()))
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in flat(item)]
+    return flat(list(vars(value).values())) if hasattr(value, "__dataclass_fields__") else [value]
+
+
+def same_slots(a: Engine, b: Engine) -> None:
+    """Tokens, caches, recurrent states and drafters' states, bit for bit."""
+    for slot in range(len(a.slots)):
+        mine, theirs = (flat(host_copy(e.save_slot(slot))[0]) for e in (a, b))
+        assert len(mine) == len(theirs)
+        for x, y in zip(mine, theirs):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+def both(family: Family, kind: str, play: Callable[[Engine], list[Job]], **options: Any
+         ) -> tuple[Engine, list[tuple[int, int]]]:
+    """Play the same with and without running ahead; what comes of it and what is left in the slots is the same."""
+    with_it, without = (family.engine(kind, ahead, **options) for ahead in (True, False))
+    launches, behind = watch(with_it), watch(without)
+    got, want = play(with_it), play(without)
+    assert list(map(outcome, got)) == list(map(outcome, want))
+    assert with_it.idle and without.idle
+    for name in ("n_slots_decoded", "draft_n", "draft_n_accepted", "n_drafts", "accepted_at"):
+        assert getattr(with_it.stats, name) == getattr(without.stats, name), name
+    assert all(n == 0 for _, n in behind)
+    same_slots(with_it, without)
+    return with_it, launches
+
+
+def n_ahead(launches: list[tuple[int, int]]) -> int:
+    return sum(n > 0 for _, n in launches)
