@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..handover import hand_over, on_own_device
 from ..kernels import kv
-from ..kernels.attention import AttentionSpec, attend
+from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
 from ..kernels.fused import GatedPair, gated
 from ..kernels.kv import KV, norm_rope_store, store_raw
@@ -154,8 +154,7 @@ class Backbone:
         q = q.view(*shape, -1, config.common.key_length)
         norms, turn = (layer.q_norm, layer.k_norm, eps), (*step.rope(config.rope), config.rope)
         q = norm_rope_store(own, q, k, v, rows.slots, step.store_positions, norms, turn)
-        o = attend(q, own, rows.slots, rows.n_past, rows.n_rows, layer.attention, q_rotated=True)
-        a = prepare(o.reshape(-1, o.shape[-2] * o.shape[-1]))
+        a = attend_prepared(q, own, rows.slots, rows.n_past, rows.n_rows, layer.attention, q_rotated=True)
         return self.finish(
             stream, a, n, layer.output, config.value_scale, layer.attn_conv, dyn, layer.ffn_norm, layer.ffn_conv
         )
