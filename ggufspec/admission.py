@@ -35,6 +35,7 @@ def choose_slot(slots: list[Slot], job: Job, recurrent: bool) -> Slot | None:
 
 def start(engine: Engine, slot: Slot, job: Job) -> None:
     """Put a job into a free slot and bring the slot to the longest prefix that can be reused."""
+    engine.prefill.join()
     request, recurrent = job.request, engine.cache.has_recurrent
     n = slot.reusable(request.prompt, recurrent) if request.cache_prompt else 0
     if request.cache_prompt and engine.prompt_cache.limit_bytes != 0:
@@ -101,6 +102,7 @@ def checkpoint(engine: Engine, slot: Slot) -> None:
     newest = slot.checkpoints[-1].n_past if slot.checkpoints else 0
     if n < n_prompt - TAIL and n - newest < engine.checkpoint_step:
         return
+    engine.prefill.join()
     drafter = engine.drafter
     state = None if drafter is None else drafter.checkpoint(slot.id, n)
     slot.checkpoints.append(Checkpoint(n, engine.cache.save_recurrent(slot.id), state))

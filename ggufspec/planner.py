@@ -25,7 +25,10 @@ from .drafters.mtp import Mtp
 from .drafters.recognize import check_pair, check_type, file_for, infer_types
 from .drafters.small_model import SmallModel
 from .errors import PlacementError
+from .kernels.gdn.chunked import CHUNK
 from .kernels.kv import CELL_CHUNK
+from .kernels.matmul.cuda import SCRATCH_BYTES
+from .kernels.peer.link import n_words
 from .models import Model, load_model, read_config
 from .models.qwen35 import load_mtp
 from .parallel import WHOLE, Shard, check_group
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 META = torch.device("meta")
 PARTS = ("weights", "KV", "recurrent", "checkpoints", "draft weights", "draft KV", "workspace", "graphs")
 # Estimates, not yet held to a card: what a step needs beside weights and caches.
-UNPACK_BYTES = 2 * (64 << 20)  # a piece of a weight in float16 for prompts, and its product
 LOGITS_COPIES = 3  # target's and drafter's logits, and what sampling makes of them
 GRAPH_BYTES = 8 << 20  # the driver's own memory for one captured step
 CONTEXT_BYTES = 512 << 20  # the CUDA context and the kernels' code: not in what the driver calls free
@@ -150,8 +152,11 @@ class Planner:
             for device in {layer.device for layer in part.model.layers} | {part.output}:
                 if device.type == "cuda":
                     add(device, "workspace", self._workspace(part, device))
-            if q.graphs and self._is_captured(part):
-                add(part.output, "graphs", self._graphs(part))
+            if len(self.parts) > 1 and part.output.type == "cuda":
+                add(part.output, "workspace", 4 * n_words(len(self.parts)))  # what the ranks' sums go through
+            for device in {layer.device for layer in part.model.layers}:
+                if q.graphs and device.type == "cuda":
+                    add(device, "graphs", self._graphs(part, device))
         return Plan(n_ctx, found, {device: q.memory_of(device) for device in found})
 
     def _add_layer(self, layer: object, n_ctx: int, add: Callable[[torch.device, str, int], None]) -> None:
@@ -175,14 +180,13 @@ class Planner:
             self._known[like, n_ctx] = Cache.allocate([like], q.n_slots, n_ctx, q.type_k, q.type_v).n_bytes
         return self._known[like, n_ctx]
 
-    def _is_captured(self, part: Part) -> bool:
-        return part.output.type == "cuda" and all(layer.device == part.output for layer in part.model.layers)
-
     def _workspace(self, part: Part, device: torch.device) -> int:
         """The most that a step's intermediate tensors take at once: those of a prompt chunk in a layer, or logits."""
         q, config = self.question, self.question.config
-        T, D, F = q.n_ubatch, config.embedding_length, max(config.feed_forward_length)
-        chunk = UNPACK_BYTES + 4 * T * (3 * F // len(self.parts) + 6 * D)
+        T, D, F = q.n_ubatch, config.embedding_length, max(config.feed_forward_length) // len(self.parts)
+        mixers = [prompt_bytes(layer, T) for layer in part.model.cache_layers if isinstance(layer, RecurrentLayer)]
+        unpacked = min(SCRATCH_BYTES, 2 * 2 * F * D)  # gate and up together, the largest launch of a layer
+        chunk = unpacked + max([4 * T * 3 * F, *mixers]) + 4 * T * 6 * D
         logits = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if device == part.output else 0
         return max(chunk, logits)
 
@@ -190,11 +194,18 @@ class Planner:
         """Rows of the widest step: all slots, each with its last token and a full draft."""
         return self.question.n_slots * (1 + (self.question.draft.n_max if part.drafters else 0))
 
-    def _graphs(self, part: Part) -> int:
-        """Graphs share one pool, as large as the largest needs; while one is captured, states are set aside."""
+    def _graphs(self, part: Part, device: torch.device) -> int:
+        """Graphs share one pool a device, as large as the largest needs; while one is captured, states are set aside.
+
+        With layers on several devices graphs end before the head.
+        """
         q, config = self.question, self.question.config
-        states = sum(state_bytes(layer) for layer in part.model.cache_layers if isinstance(layer, RecurrentLayer))
-        pool = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES
+        states = sum(
+            state_bytes(layer) for layer in part.model.cache_layers
+            if isinstance(layer, RecurrentLayer) and layer.device == device
+        )
+        is_whole = all(layer.device == part.output for layer in part.model.layers)
+        pool = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if is_whole else 0
         n_graphs = q.n_slots * (q.n_widths if part.drafters else 1)
         return pool + n_graphs * GRAPH_BYTES + q.n_slots * states
 
@@ -219,6 +230,14 @@ def state_bytes(layer: RecurrentLayer) -> int:
     """Bytes of one slot's committed state in a recurrent layer: what a checkpoint copies."""
     spec = layer.spec
     return 4 * (spec.n_v * spec.d * spec.d + (spec.conv_kernel - 1) * spec.conv_dim)
+
+
+def prompt_bytes(layer: RecurrentLayer, T: int) -> int:
+    """Bytes of T rows' intermediate tensors in a recurrent layer, see `kernels.gdn.scan`."""
+    spec = layer.spec
+    value = spec.n_v * spec.d
+    states = 4 * -(-T // CHUNK) * value * spec.d
+    return 4 * T * (2 * spec.conv_dim + 5 * value) + states  # inputs twice; z, U, Y, delta and o
 
 
 def check(q: Question) -> None:

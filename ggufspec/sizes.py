@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .kernels.fused import GatedPair
 from .kernels.matmul import PackedWeight, WeightGroup
 from .kernels.matmul.cuda import ROW_MULTIPLE
 from .kernels.matmul.sizes import has_arrays, launch_bytes, packed_bytes
@@ -77,6 +78,16 @@ class SizeWeights(Weights):
             self._add(device, named[0].name, self._fused(weights, [have is not None for have in held]))
             self._groups[named, device] = WeightGroup(weights)
         return self._groups[named, device]
+
+    def pair(self, device: torch.device, gate: Part, up: Part) -> GatedPair:
+        weights = self._pack(gate, device), self._pack(up, device)
+        first, second = weights
+        if device.type == "cuda" and first.type_name == second.type_name and has_arrays(first.type_name):
+            n_bytes = launch_bytes(first.type_name, [2 * first.shape[0]], first.shape[1])  # rows of both in turn
+        else:
+            n_bytes = self._fused(weights, (False, False))
+        self._add(device, gate.name, n_bytes)
+        return GatedPair(group=WeightGroup(weights))
 
     def vector(self, name: str, shape: Sequence[int], device: torch.device,  # type: ignore[override]
                rows: Sequence[Range] | None = None) -> Vector:

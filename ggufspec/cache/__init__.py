@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..handover import on
 from ..kernels import gdn, kv
 from ..kernels.gdn import GdnSpec, GdnState
 from ..kernels.kv import KV
@@ -48,6 +49,12 @@ class SlotState:
     def n_bytes(self) -> int:
         tensors = [t for pair in self.kv if pair for t in pair] + [t for t in self.recurrent if t is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def save_state(state: GdnState, slot: int, *, to_host: bool) -> Tensor:
+    """One layer's state, committed by a kernel on its own device."""
+    with on(state.device):
+        return gdn.save(state, slot, to_host=to_host)
 
 
 @dataclass
@@ -123,12 +130,12 @@ class Cache:
         states: list[Tensor | None] = []
         for k, s in zip(self.kv, self.recurrent):
             kvs.append(None if k is None else kv.save(k, slot, n_past))
-            states.append(None if s is None else gdn.save(s, slot))
+            states.append(None if s is None else save_state(s, slot, to_host=True))
         return SlotState(n_past, kvs, states)
 
     def save_recurrent(self, slot: int) -> list[Tensor | None]:
         """Only the recurrent part, on its device: a checkpoint (the KV cells below it stay where they are)."""
-        return [None if s is None else gdn.save(s, slot, to_host=False) for s in self.recurrent]
+        return [None if s is None else save_state(s, slot, to_host=False) for s in self.recurrent]
 
     def restore_recurrent(self, slot: int, states: list[Tensor | None]) -> None:
         for state, saved in zip(self.recurrent, states):

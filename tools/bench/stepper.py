@@ -41,7 +41,8 @@ class Stepper:
             for at in range(0, len(batch), self.n_ubatch):
                 chunk = batch[at : at + self.n_ubatch]
                 is_last = at + len(chunk) == len(batch)
-                rows = prompt_rows(chunk.to(self.device), slot, self.n_past[slot])
+                rows = prompt_rows(chunk.cpu(), slot, self.n_past[slot])
+                rows = rows.pinned() if self.device.type == "cuda" else rows  # no device waits for another's copy
                 self.model.forward(rows, self.cache, logits="last" if is_last else "none")
                 self.n_past[slot] += len(chunk)
 
