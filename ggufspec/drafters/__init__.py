@@ -108,8 +108,8 @@ def limit(tokens: Tensor, scores: Tensor, n: int, n_min: int, p_min: float) -> D
     tokens [B, N] int64, scores [B, N] float32, n <= N.
     """
     if p_min <= 0.0:  # the count is known
-        kept = 0 if tokens.shape[1] < n_min else n
-        return Draft(tokens[:, :n], torch.full_like(tokens[:, 0], kept), scores[:, :n])
+        count = 0 if tokens.shape[1] < n_min else n
+        return Draft(tokens[:, :n], torch.full_like(tokens[:, 0], count), scores[:, :n])
     kept = n_passing(scores, p_min)
     kept = torch.where(kept < n_min, 0, kept)
     return Draft(tokens[:, :n], kept.clamp(max=n), scores[:, :n])
