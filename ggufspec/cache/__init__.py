@@ -114,9 +114,17 @@ class Cache:
             gdn.trim(state, slot, n)
 
     def mutable(self) -> list[Tensor]:
-        """What a step changes in place: running it twice without this put back would replay rows twice."""
+        """What running a step and `accept` any number of times changes in place and putting back undoes.
+
+        Accepted rows of recurrent layers are committed first: of the windows, which such runs overwrite, only the
+        convolutions' tails are needed then.
+        """
         states = [s for s in self.recurrent if s is not None]
-        return [s.state for s in states] + [s.shared for s in self.leaders]
+        for s in states:
+            with on(s.device):
+                gdn.commit(s, torch.arange(s.n_slots, device=s.device))
+        kept = [t for s in states for t in (s.state, s.window_u[:, :, : s.spec.conv_kernel - 1])]
+        return kept + [s.shared for s in self.leaders]
 
     def reset(self, slot: int) -> None:
         """Start a new sequence in a slot."""

@@ -4,6 +4,7 @@ import oracles
 import pytest
 import torch
 
+from ggufspec.cache import Cache, RecurrentLayer
 from ggufspec.kernels import gdn
 from ggufspec.kernels.gdn import GdnSpec, GdnState, GdnWeights, plain
 from ggufspec.kernels.gdn.chunked import chunked
@@ -148,6 +149,23 @@ def test_linked_layers_accept_together():
     states[0].window_g.fill_(-1.0)
     gdn.commit(states[0], torch.tensor([0, 1, 2]))
     assert states[0].n_replay.tolist() == [0, 0, 0] and states[1].n_replay.tolist() == [3, 0, 5]
+
+
+def test_what_runs_in_vain_change_can_be_put_back():
+    """Steps run before a graph is captured leave no trace, rows that await their replay included."""
+    rows, vain = sequence(60), sequence(20, seed=1)
+    cache = Cache.allocate([RecurrentLayer(SPEC, torch.device("cpu"))], 2, 64, "f32", "f32")
+    state, alone = cache.recurrent[0], gdn.allocate(SPEC, 2, "cpu")
+    prompt(state, rows, 0, 30), prompt(alone, rows, 0, 30)
+    decode(state, rows, 30, [3, 4], [6, 6]), decode(alone, rows, 30, [3, 4], [6, 6])
+    for n in (1, 2, 3):
+        kept = [(t, t.clone()) for t in cache.mutable()]
+        decode(state, vain, 0, [2] * n, [5] * n)
+        for tensor, copy in kept:
+            tensor.copy_(copy)
+    assert torch.equal(decode(state, rows, 37, [5, 2], [5, 5]), decode(alone, rows, 37, [5, 2], [5, 5]))
+    gdn.commit(state, one(1)), gdn.commit(alone, one(1))
+    assert torch.equal(state.state[1], alone.state[1]) and torch.equal(tail(state), tail(alone))
 
 
 def test_save_reset_restore():
