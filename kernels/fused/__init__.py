@@ -13,7 +13,7 @@ On the CPU, for prompt chunks, and where a kernel of its own is missing, the ste
 from torch import Tensor
 
 from ggufspec.kernels import prepared
-from ggufspec.kernels.fused.pair import GatedPair, join, split
+from ggufspec.kernels.fused.pair import EIGHT, GatedPair, join, split
 from ggufspec.kernels.matmul import Activation, WeightGroup, matmul
 
 __all__ = ["GatedPair", "added", "enter", "gated", "join", "split"]
@@ -58,5 +58,10 @@ def gated(a: Activation, pair: GatedPair, gelu: bool = False) -> Activation:
         from ggufspec.kernels.fused import cuda
 
         return cuda.gated(a, pair.launch, gelu)
+    if pair.launch is not None:
+        from ggufspec.kernels.matmul import wide
+
+        y, (n_rows,) = wide.multiply_launch(a, pair.launch), pair.launch.n_rows
+        return prepared.gated_columns(y, n_rows // 2, EIGHT, gelu)
     gate, up = split(a, pair)
     return prepared.geglu(gate, up) if gelu else prepared.swiglu(gate, up)

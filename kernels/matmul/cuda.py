@@ -22,6 +22,7 @@ UPLOAD_BYTES = 64 << 20  # piece of a weight that goes through pinned memory at 
 REPACK_BYTES = 64 << 20  # and that is rearranged at once on the device
 NARROW_TOKENS = 192  # above, unpacking once and multiplying in the library is quicker
 TOKEN_TILES = (8, 16, 32)
+SCRATCH_BYTES = 512 << 20  # float16 weights unpacked at a time for wide batches
 MINIMUM_CAPABILITY = (7, 5)
 MOST_PARTS = 8  # a tile's parts cross memory and are added at its end: few tiles are not cut finer than this
 

@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ggufspec.kernels.matmul import repack
-from ggufspec.kernels.matmul.cuda import Launch, capability
+from ggufspec.kernels.matmul.cuda import SCRATCH_BYTES, Launch, capability
 from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight, WeightGroup
 
 SCALE = float(FIXED_SCALE.value)
-SCRATCH_BYTES = 512 << 20  # float16 weights unpacked at a time
 COLUMNS = 2048  # of a row that a program of `prepare_kernel` takes
 UNPACK_TILE = 64  # weight rows of a program of `gluon.unpack`
 
