@@ -22,11 +22,10 @@ log = logging.getLogger(__name__)
 
 AUTO_N_MAX = 7  # the longest draft of drafters that were not trained for a length
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 23, 31, 47, 63)
-EARN = 0.015  # of plain decoding's time may be spent on probes
-EARN_BACK = 0.005  # and this much on steps that looked worth it and were not
-MOST_AT_START, MOST_CREDIT = 3.0, 6.0  # in plain steps: what may be lost at first, and at any time after gains
+EARN = 0.0185  # of plain decoding's time may be spent on probes
+EARN_NEW = 0.15  # in plain steps: a stream that begins may be looked at sooner
+MOST_AT_START, MOST_CREDIT = 3.0, 5.0  # in plain steps: what may be lost at first, and at any time after gains
 MOST_SAVED = 2.0  # in plain steps: what probes may have to spend
-HOPE = 0.85  # the chance of every drafted token that a probe is chosen for
 PLAIN = 0.98  # without drafts nothing is learned about them: plain steps must promise this much more
 STAY = 1.01  # another length must promise this much more
 FORCED_TIMES = 3  # steps of each kind when times are taken at the start
@@ -36,7 +35,8 @@ MEMBER_EVERY = 32  # steps between two tries of a drafter that is not in use
 SPEAKS_PRIOR = 0.8  # chance that a drafter has a draft, before it was asked
 FORGET_SPEAKS = 0.9
 RATE = 0.1  # weight of a new time in the running average
-OUTLIER = 2.0  # a time counts as at most this many times the average
+OUTLIER = 2.0  # a time counts as at most this many times the average, and not at all unless the next is like it
+SPREAD = 2000  # steps over which a width that was never used must win back what its first use costs
 
 
 @dataclass
@@ -45,23 +45,39 @@ class Costs:
 
     ms: dict[tuple[int, int, int], float] = field(default_factory=dict)
     n_seen: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    first_ms: float = inf  # what a first use has cost beyond its step, the least of all: compiling is done once
+    _odd: set[tuple[int, int, int]] = field(default_factory=set)  # the last time was an outlier
 
     def record(self, batch: int, members: int, n: int, ms: float) -> None:
         """The first time of a key is dropped: it compiles or captures. `members` is 0 where n is."""
         key = (batch, members, n)
         self.n_seen[key] = self.n_seen.get(key, 0) + 1
         if self.n_seen[key] == 1:
+            expected = self.of(batch, members, n)
+            if expected < inf:
+                self.first_ms = min(self.first_ms, max(ms - expected, 0.0))
             return
         old = self.ms.get(key)
         if old is None:
             self.ms[key] = ms
             return
+        # once is a capture for another way of sampling, or another program's moment; twice is a fact
+        if ms > OUTLIER * old and key not in self._odd:
+            self._odd.add(key)
+            return
+        self._odd.discard(key)
         # early times weigh more: the average of the first ten
         rate = max(RATE, 1.0 / self.n_seen[key])
         new = self.ms[key] = old + rate * (min(ms, OUTLIER * old) - old)
         for other in self.ms:  # half of a lasting change is the machine's or the context's: it concerns all lengths
             if other[0] == batch and other != key:
                 self.ms[other] *= (new / old) ** 0.5
+
+    def newness(self, batch: int, members: int, n: int) -> float:
+        """Milliseconds to add to a step that was never taken: on a GPU the first captures it."""
+        if (batch, members if n else 0, n) in self.n_seen or self.first_ms == inf:
+            return 0.0
+        return self.first_ms / SPREAD
 
     def shown(self, batch: int) -> str:
         """The measured widths of a batch size, with any drafters."""
@@ -209,6 +225,8 @@ class Adaptive:
         self.worth = self.worth.joined(self.pool.take([0] * n_new).softened()).take(rows)
         self.speaks = np.concatenate([self.speaks, np.full((n_new, len(self.n_max)), SPEAKS_PRIOR)])[rows]
         self.jobs = jobs
+        if self._is_started:
+            self.saved = min(self.saved + EARN_NEW * n_new / len(jobs), MOST_SAVED)
 
     def _loss(self, batch: int, choice: Choice, base: float) -> float:
         """In plain steps: what the step costs too much if no draft is right."""
@@ -249,6 +267,7 @@ class Adaptive:
                 if self.can_be_silent:
                     silences = np.stack([expected[s][1] for s in inner])[which, np.arange(batch)]
                     cost += silences.prod() * (base - cost)
+                cost += self.costs.newness(batch, _key(subset), n)
                 rate = tokens.max(axis=0).sum() / cost * (STAY if n == now else 1.0)
                 if rate > best_rate:
                     best = Choice(n, [min(n, limit) for limit in most], [inner[i] for i in which])
@@ -267,19 +286,16 @@ class Adaptive:
         return total + silent[:, None], silent
 
     def _probe(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
-        """A look at what drafting would give, with each drafter in turn: the width that, if drafts were good, would
-        bring the most for what it costs if they are not."""
+        """A look at what drafting would give, with each drafter in turn: the cheapest width, so that looks are
+        frequent. One token that was right pays for a longer draft right after."""
         self._turn += 1
         m, batch = self._turn % len(self.n_max), len(jobs)
-        base = self.costs.of(batch, 0, 0)
 
-        def promise(n: int) -> float:
-            hoped = (1.0 - HOPE ** (n + 1)) / (1.0 - HOPE)
-            cost = self.costs.of(batch, _key((m,)), n) / base
-            return (hoped - cost) / max(cost - 1.0, 0.01)
+        def stake(n: int) -> float:
+            return self.costs.of(batch, _key((m,)), n) + self.costs.newness(batch, _key((m,)), n)
 
         widths = [n for n in self.widths[1:] if n <= min(max(most), self.n_max[m])]
-        return self._uniform(max(widths, key=promise), (m,), most, is_probe=True) if widths else None
+        return self._uniform(min(widths, key=stake), (m,), most, is_probe=True) if widths else None
 
     def _other_member(self, jobs: Sequence[int], most: Sequence[int], best: Choice) -> Choice:
         """The best step's width with a drafter that it would not ask."""
@@ -295,7 +311,7 @@ class Adaptive:
         """Steps to take times of at the start: plain, short and of full width with each drafter; or all there are."""
         steps: list[tuple[int, tuple[int, ...]]] = [(0, ())]
         for m, n_max in enumerate(self.n_max):
-            chosen = (min(FIRST_N, n_max), min(AUTO_N_MAX, n_max), n_max)
+            chosen = (1, min(FIRST_N, n_max), min(AUTO_N_MAX, n_max), n_max)
             steps += [(n, (m,)) for n in self.widths[1:] if n <= n_max and (every_width or n in chosen)]
         return [step for step in steps for _ in range(FORCED_TIMES)]
 
@@ -327,7 +343,6 @@ class Adaptive:
         gain = (batch + sum(n_accepted)) / batch - cost / base
         if choice.n == 0:
             self.saved += EARN
-            self.credit += EARN_BACK
         elif choice.is_probe:  # what a probe wins pays it back first: the next one can follow at once
             stake, won = cost / base - 1.0, sum(n_accepted) / batch
             self.saved -= max(stake - won, 0.0)

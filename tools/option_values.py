@@ -42,6 +42,11 @@ def number(text: str) -> float:
     return float(match.group(1))
 
 
+def reason(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file cannot be read, in a few words."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
+
+
 def text(value: str) -> str:
     return value
 

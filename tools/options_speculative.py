@@ -72,7 +72,7 @@ OPTIONS = (
     _option("--spec-draft-n-max", "n_max", "N|auto", n_max,
             "most tokens drafted a step; auto: as many as measured acceptance pays for", "DRAFT_N_MAX"),
     _option("--spec-draft-n-min", "n_min", "N", read.at_least(0), "shorter drafts are thrown away", "DRAFT_N_MIN"),
-    _option("--spec-draft-conf-min --draft-p-min --spec-draft-p-min", "p_min", "P", read.number,
+    _option("--spec-draft-conf-min --draft-p-min --spec-draft-p-min", "p_min", "P", read.between(0, 1, read.number),
             "stop drafting below this confidence", "DRAFT_P_MIN"),
     _option("-devd --device-draft --spec-draft-device", "devices", "D0,D1,...", read.device_list,
             "GPUs of the drafter (default: the target's)"),

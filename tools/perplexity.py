@@ -7,9 +7,11 @@ model wants one, and the second half is scored.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -128,7 +130,7 @@ def perplexity(settings: Settings) -> None:
     path = settings.perplexity.logits_file
     nll = np.zeros(0)
     try:
-        with open(path, "wb") if path else nullcontext() as out:
+        with whole_file(path) if path else nullcontext() as out:
             if out is not None:
                 logits_file.write_header(out, chunks, model.n_vocab)
             logits_of = chunk_logits(model, tokenizer, chunks, settings)
@@ -138,9 +140,27 @@ def perplexity(settings: Settings) -> None:
                     out.write(logits_file.encode(logits.float().cpu().numpy()).tobytes())
                 tqdm.write(_running(i, n_ctx, nll, settings.perplexity.output_type), end="")
     except OSError as error:
-        raise FileError(f"{path}: {error.strerror}") from None
+        raise FileError(f"--kl-divergence-base {path}: {error.strerror}; nothing was kept of it") from None
     ppl, error_ = perplexity_of(nll)
     print(f"\nFinal estimate: PPL = {ppl:.4f} +/- {error_:.5f}")
+
+
+@contextmanager
+def whole_file(path: str) -> Iterator[BinaryIO]:
+    """A file that stands under its name once all of it is written; a device or pipe is written as it is."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as out:
+            yield out
+        return
+    part = f"{path}.part"
+    try:
+        with open(part, "wb") as out:
+            yield out
+        os.replace(part, path)
+    except BaseException:
+        if os.path.exists(part):
+            os.unlink(part)
+        raise
 
 
 def _running(i: int, n_ctx: int, nll: np.ndarray, output_type: int) -> str:

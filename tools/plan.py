@@ -22,7 +22,8 @@ longest context. Takes the server's options for model, context, devices and draf
 that this machine need not have."""
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings) -> int:
+    """Status 1 when it does not fit."""
     if settings.model.path is None:
         raise ConfigError("--model is required")
     runtime.check_context(settings.context)
@@ -46,11 +47,13 @@ def run(settings: Settings) -> None:
     for line in [*head(question.file.n_bytes, draft_file, settings), *notes]:
         click.echo(line)
     click.echo()
-    for line in table(planner.plan(wanted), {device: planner.largest(device) for device in devices}):
+    plan = planner.plan(wanted)
+    for line in table(plan, {device: planner.largest(device) for device in devices}):
         click.echo(line)
     click.echo()
-    for line in verdict(planner.plan(wanted), n_slots, largest, config.context_length):
+    for line in verdict(plan, n_slots, largest, config.context_length):
         click.echo(line)
+    return 0 if plan.fits else 1
 
 
 def planned_devices(settings: Settings) -> tuple[list[torch.device], list[int | None]]:
@@ -61,6 +64,11 @@ def planned_devices(settings: Settings) -> tuple[list[torch.device], list[int | 
         return found, [int(free_bytes(device)) if device.type == "cuda" else None for device in found]
     if names == ("none",):
         return [torch.device("cpu")], [None]
+    small = next((size for size in sizes if size * GIB <= CONTEXT_BYTES), None)
+    if small is not None:
+        raise ConfigError(
+            f"--gpu-mem {small:g}: expected GiB of a GPU, more than the {CONTEXT_BYTES / GIB:g} that its driver keeps"
+        )
     every = tuple(f"CUDA{i}" for i in range(len(sizes)))
     found = [named(name, len(sizes)) for name in names or every]
     return found, [int(sizes[device.index] * GIB) - CONTEXT_BYTES for device in found]
@@ -110,7 +118,7 @@ def table(plan: Plan, largest: dict[torch.device, int]) -> list[str]:
             *(f"{parts[part] / GIB:.2f}" for part in used),
             f"{plan.total(device) / GIB:.2f}",
             "" if limit is None else f"{limit / GIB:.2f}",
-            "" if limit is None else f"{(limit - plan.total(device)) / GIB:.2f}",
+            "" if limit is None else f"{max(limit - plan.total(device), 0) / GIB:.2f}",
             str(largest[device]) if limit is not None and device in largest else "",
         ])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

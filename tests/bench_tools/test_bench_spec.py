@@ -11,10 +11,12 @@ from families import make_dflash, make_qwen35
 
 from ggufspec.drafters.synth import rates_of_length
 from ggufspec.engine import EngineStats
-from ggufspec.errors import ConfigError, PlacementError
+from ggufspec.errors import ConfigError, FileError, PlacementError
 from ggufspec.sampling import SamplingParams
-from ggufspec.tools.bench import command, plots
+from ggufspec.tools.bench import command, plots, spec_table
 from ggufspec.tools.bench.attach import Bench, default_drafters, parse_drafter, set_width
+from ggufspec.tools.bench.origin import origin
+from ggufspec.tools.bench.report import page
 from ggufspec.tools.bench.spec import Plan, measure
 from ggufspec.tools.bench.steady import Run, accept_at_random, run_streams
 from ggufspec.tools.bench.summary import Pair, Spread, parity_text, summarize
@@ -23,6 +25,7 @@ from ggufspec.tools.settings import ModelSettings, Settings
 
 PROMPTS = [list(range(5, 17)), list(range(40, 49)), list(range(20, 44))]
 GREEDY = SamplingParams(temperature=0.0, seed=1)
+ORIGIN = origin([])
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,33 @@ def test_measure_every_combination(bench, folder):
         assert cell.n_runs == {"a": 1 if cell.n_streams > 1 else 2, "b": 1}.get(cell.workload, cell.n_runs)
 
 
+def test_lengths_decided_before_every_step(bench, folder):
+    """A fixed length and `auto` in one sweep: the same streams, lengths that vary, nothing left behind for others."""
+    choice = parse_drafter(f"dspark={folder / 'ds.gguf'}")
+    plan = Plan([choice], [2, "auto", 3], [0.0], [1, 2], {"a": PROMPTS[:2]}, 16, 1, GREEDY, True)
+    cells = measure(bench, plan, show_progress=False).cells
+    assert [(c.n_max, c.n_streams) for c in cells] == [(n, np) for n in (2, "auto", 3) for np in (1, 2)]
+    assert {c.parity for c in cells} == {"equal"}
+    for cell in cells:
+        fixed = isinstance(cell.n_max, int)
+        assert cell.drafted_per_step == cell.n_max if fixed else 0 <= cell.drafted_per_step <= 4
+        assert spec_table.length(cell) == (str(cell.n_max) if fixed else f"auto ({cell.drafted_per_step:.1f})")
+    drawn = page({"origin": ORIGIN, "n_tokens": 16, "repetitions": 1, "seed": 1, "parity": [], "split": [],
+                  "cells": [c.as_dict() for c in cells]})  # fmt: skip
+    assert "dspark auto" in drawn and "Decode speedup against draft length" in drawn
+
+
+def test_rates_change_under_a_step_that_is_kept(bench, folder):
+    """The tensor that a captured step reads stays where it is."""
+    engine = drafted(bench, folder, "dspark")
+    accept_at_random(engine, [1.0, 1.0, 1.0])
+    place = engine.decoder.synthetic.conditional.data_ptr()
+    assert run_streams(engine, PROMPTS[:1], 20, [GREEDY]).stats.accepted_at[2] > 0
+    accept_at_random(engine, [0.0, 0.0, 0.0])
+    assert engine.decoder.synthetic.conditional.data_ptr() == place
+    assert run_streams(engine, PROMPTS[:1], 20, [GREEDY]).stats.draft_n_accepted == 0
+
+
 def test_the_command_writes_table_json_and_page(folder, tmp_path):
     out = CliRunner().invoke(
         command,
@@ -179,7 +209,10 @@ def test_differing_streams_fail_the_command(folder, monkeypatch):
         ("mtp,n", "is not one of n="),
         ("mtp,m=3", "is not one of n="),
         ("mtp,n=three", "expected numbers"),
-        ("/nowhere.gguf", "/nowhere.gguf"),
+        ("/nowhere.gguf", "--drafter /nowhere.gguf: neither a drafter nor a file; expected TYPE, TYPE=FILE or FILE"),
+        ("foo,n=3", "--drafter foo: neither a drafter nor a file"),
+        ("mtp,p-min=7", "--drafter mtp,p-min=7: p-min is a probability; expected 0 to 1"),
+        ("mtp,n=auto,m=3", "is not one of n="),
     ],
 )
 def test_bad_drafters(text, message):
@@ -238,6 +271,8 @@ def test_workloads(tmp_path):
     own.write_text('{"text": "a"}\n')
     with pytest.raises(ConfigError, match='entry 1 has no "prompt"'):
         read_prompts(str(own))
+    with pytest.raises(FileError, match=r"--prompts nope: cannot be read \(No such file or directory\); expected a te"):
+        read_prompts("nope")
     text = tmp_path / "poem.txt"
     text.write_text("Roses")
     assert [(p.workload, p.text) for p in read_prompts(str(text))] == [("poem", "Roses")]

@@ -49,7 +49,9 @@ def test_what_counts_as_the_same():
 def test_peers_that_are_not_there():
     with pytest.raises(ConfigError, match="--peer /nowhere/llama-server: no such program"):
         check_peer("/nowhere/llama-server")
-    assert check_peer("http://localhost:1") == "http://localhost:1"
+    for url in ("http://127.0.0.1:9", "http://127.0.0.1:9/v1"):
+        with pytest.raises(ConfigError, match=f"--peer {url}: no llama-server answers there .Connection refused.; st"):
+            check_peer(url)
     with open_peer("http://127.0.0.1:9", PeerSettings("m", 256, 1)) as server, pytest.raises(PeerError, match="answer"):
         server.complete([1], 1)
 

@@ -8,7 +8,7 @@ from small_vocabulary import twelve_letters
 
 from ggufspec.drafters import dflash
 from ggufspec.drafters.chain import Chain
-from ggufspec.drafters.load import NgramSizes
+from ggufspec.drafters.load import NgramSizes, SpecOptions, load_drafter
 from ggufspec.errors import ConfigError
 from ggufspec.rows import Rows, prompt_rows
 
@@ -248,6 +248,11 @@ def test_a_chain_gives_every_model_its_own_taps(folder, hybrid):
 
 
 def test_wide_ngrams_are_held_to_what_a_step_can_take_back(folder, hybrid, caplog):
-    drafter = make_drafter(*hybrid, None, ["ngram-simple"])
-    assert drafter.n_max == 16
-    assert "ngram-simple drafts up to 48 tokens, a step here verifies 16" in caplog.text
+    """Nobody is told of sizes that nobody chose."""
+    target_file, target = hybrid
+    for sizes, n_lines in ((NgramSizes(), 0), (NgramSizes(size_m=40), 1)):
+        spec = SpecOptions(types=("ngram-simple",), ngram_simple=sizes)
+        drafter = load_drafter(spec, target_file, target, None, n_slots=1, n_ctx=64)
+        assert drafter.n_max == 16
+        assert sum(r.levelname == "WARNING" for r in caplog.records) == n_lines
+    assert "ngram-simple: drafts of up to 40 tokens were asked for; a step here verifies at most 16" in caplog.text

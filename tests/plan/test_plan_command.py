@@ -26,9 +26,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
+    """The table, or the one line of an error."""
     assert run(["plan", *line.split()]) == status
     out = capsys.readouterr()
-    return out.err if status else out.out
+    return out.err or out.out
 
 
 def test_a_table_with_a_row_a_device(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,9 +45,17 @@ def test_a_table_with_a_row_a_device(target: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_does_not_fit_is_named(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, f"-m {target} --gpu-mem 16 -np 1 -c 262144")
+    text = shown(capsys, f"-m {target} --gpu-mem 16 -np 1 -c 262144", 1)
     assert "1 slot(s) of 262144 tokens do not fit" in text and "GiB are missing" in text
-    assert "no context fits" in shown(capsys, f"-m {target} --gpu-mem 8 -np 1")
+    assert "no context fits" in shown(capsys, f"-m {target} --gpu-mem 8 -np 1", 1)
+    of, free = text.splitlines()[4].split()[-3:-1]
+    assert float(of) == 15.5 and float(free) == 0.0  # what is missing is said in a line of its own
+
+
+def test_a_gpu_smaller_than_its_driver_is_refused(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("0.1", "0.5"):
+        line = shown(capsys, f"-m {target} --gpu-mem 16,{size}", 1)
+        assert line == f"error: --gpu-mem {size}: expected GiB of a GPU, more than the 0.5 that its driver keeps\n"
 
 
 def test_automatic_shares(target: Path, capsys: pytest.CaptureFixture[str]) -> None:

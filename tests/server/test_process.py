@@ -73,8 +73,9 @@ def run(*argv, timeout=90):
         (("-m", "nothing.gguf"), "nothing.gguf"),
         (("-m", __file__), "test_process.py"),
         (("-m", "x", "--slot-save-path", "/nowhere"), "not a directory: /nowhere"),
-        (("-m", "x", "--api-key-file", "/nowhere"), "--api-key-file /nowhere: cannot be read"),
+        (("-m", "x", "--api-key-file", "/nowhere"), "--api-key-file /nowhere: cannot be read (No such file or directory)"),
         (("-m", "x", "--ssl-key-file", __file__), "--ssl-key-file and --ssl-cert-file go together"),
+        (("-m", "x", "--spec-type", "draft-mtp", "--spec-draft-p-min", "7"), "invalid value 7.0: expected 0 to 1"),
         (("-m", "x", "--nonsense"), "invalid argument: --nonsense"),
         (("-m", "x", "--rerank"), "--rerank is not supported"),
     ],
@@ -83,6 +84,11 @@ def test_a_bad_start_is_one_line_and_status_1(argv, words):
     code, lines = run("--port", "0", *argv)
     assert code == 1
     assert words in lines[-1] and not any("Traceback" in line for line in lines), lines
+
+
+def test_nothing_listens_without_a_model():
+    assert run("--port", "0") == (1, ["error: --model is required: give a GGUF file with -m (router mode is not "
+                                      "supported)"])  # fmt: skip
 
 
 def test_a_command_line_written_for_llama_server():

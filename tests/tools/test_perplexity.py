@@ -129,6 +129,23 @@ def test_errors(ggufspec, model, text, tmp_path):
     assert "--hellaswag is not supported" in error("-m", model, "--hellaswag")
 
 
+def test_a_full_disk_leaves_no_file(ggufspec, model, text, tmp_path, monkeypatch):
+    """Neither half a file nor an empty one, and an older one stays what it was."""
+    path = tmp_path / "base.bin"
+    path.write_bytes(b"older")
+
+    def full(logits):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ggufspec.tools.logits_file.encode", full)
+    status, _, err = ggufspec("-m", model, "-f", text, "-c", "32", "--chunks", "2", "--kl-divergence-base", str(path))
+    assert status == 1
+    assert f"error: --kl-divergence-base {path}: No space left on device; nothing was kept of it" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["base.bin"] and path.read_bytes() == b"older"
+    status, _, err = ggufspec("-m", model, "-f", text, "-c", "32", "--kl-divergence-base", "/dev/full")
+    assert status == 1 and "/dev/full: No space left on device" in err
+
+
 def test_logits_file_layout(tmp_path):
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
     logits = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32) * 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -75,6 +76,11 @@ def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
     label = name
     if name not in ALIASES and name not in TYPES[1:]:
         path, label = head, ""
+        if not Path(path).exists():
+            raise ConfigError(
+                f"--drafter {head}: neither a drafter nor a file; expected TYPE, TYPE=FILE or FILE, TYPE one of "
+                f"{', '.join((*ALIASES, *TYPES[1:]))}"
+            )
         found = infer_types(open_gguf(path))
         if not found:
             raise ConfigError(f"--drafter {head}: an ordinary model; write draft-simple={head} to draft with it")
@@ -90,7 +96,7 @@ def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
         values[key] = value
     try:
         rates = tuple(float(part) for part in values["synth-rates"].split("/")) if "synth-rates" in values else ()
-        return DrafterChoice(
+        made = DrafterChoice(
             values.get("label") or label or kind, kind, path or None,
             _length(values["n"]) if "n" in values else None, float(values.get("p-min", 0)),
             float(values["synth-len"]) if "synth-len" in values else None, rates,
@@ -98,6 +104,9 @@ def parse_drafter(text: str, has_bundled_target: bool = False) -> DrafterChoice:
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"--drafter {text}: {error}; expected numbers") from None
+    if not 0 <= made.p_min <= 1:
+        raise ConfigError(f"--drafter {text}: p-min is a probability; expected 0 to 1")
+    return made
 
 
 def _length(text: str) -> Length:

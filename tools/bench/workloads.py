@@ -12,6 +12,7 @@ from typing import Any
 from ggufspec.chat import load_templates
 from ggufspec.errors import ConfigError, FileError
 from ggufspec.tokenizer import Tokenizer
+from ggufspec.tools.option_values import reason
 
 WORKLOADS = ("code", "json", "prose", "chat")
 
@@ -38,7 +39,9 @@ def read_prompts(path: str) -> list[Prompt]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"--prompts {path}: cannot be read ({error})") from None
+        raise FileError(
+            f"--prompts {path}: cannot be read ({reason(error)}); expected a text file, or .json or .jsonl of prompts"
+        ) from None
     if Path(path).suffix in (".json", ".jsonl"):
         try:
             lines = [line for line in text.splitlines() if line.strip()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -128,9 +129,17 @@ def is_url(peer: str) -> bool:
 
 
 def check_peer(peer: str) -> str:
-    """The peer with a binary's path resolved. ConfigError when there is no such thing."""
+    """The peer with a binary's path resolved. ConfigError when there is no such thing, or no server answers."""
     if is_url(peer):
-        return peer
+        try:
+            with urllib.request.urlopen(peer.rstrip("/") + "/health", timeout=10):
+                return peer
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            why = getattr(error, "reason", error)
+            why = getattr(why, "strerror", None) or why
+            raise ConfigError(
+                f"--peer {peer}: no llama-server answers there ({why}); start one, or give the path of its program"
+            ) from None
     if peer == IN_PROCESS:
         from importlib.util import find_spec
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ggufspec.errors import ConfigError, GgufspecError
+from ggufspec.tools.option_values import reason
 from ggufspec.tools.command import OptionCommand
 from ggufspec.tools.settings import ServerSettings, Settings
 
@@ -15,6 +16,8 @@ log = logging.getLogger("ggufspec.server")
 
 def run(settings: Settings) -> int:
     """Serve until a signal; the exit status."""
+    if settings.model.path is None:
+        raise ConfigError("--model is required: give a GGUF file with -m (router mode is not supported)")
     # Starlette, uvicorn and the engine are imported only now: `--help` needs none of them.
     try:
         from .app import Server
@@ -41,7 +44,10 @@ def all_keys(server: ServerSettings) -> tuple[str, ...]:
         try:
             lines = Path(server.api_key_file).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file {server.api_key_file}: cannot be read ({error})") from None
+            raise ConfigError(
+                f"--api-key-file {server.api_key_file}: cannot be read ({reason(error)}); expected a text file with "
+                "one key a line"
+            ) from None
         found = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
         if not found:
             raise ConfigError(f"--api-key-file {server.api_key_file}: holds no key; expected one a line")

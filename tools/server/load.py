@@ -10,6 +10,7 @@ from ggufspec.gguf_file import GGUFFile
 from ggufspec.models import Config
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools import model_defaults
+from ggufspec.tools.option_values import reason
 from ggufspec.tools.runtime import open_runtime
 from ggufspec.tools.settings import ChatSettings, Settings
 from ggufspec.tools.warm_up import warm_up
@@ -30,7 +31,7 @@ VOCABULARY_TYPES = {"llama": 1, "gpt2": 2, "bert": 3, "t5": 4, "rwkv": 5, "plamo
 def load(settings: Settings) -> Loaded:
     """GgufspecError with one line when something does not fit."""
     if settings.model.path is None:
-        raise ConfigError("--model is required (a server that starts without one, router mode, is not supported)")
+        raise ConfigError("--model is required: give a GGUF file with -m")
     runtime = open_runtime(settings)
     warm_up(runtime)
     tokenizer = runtime.tokenizer
@@ -54,7 +55,7 @@ def _override(chat: ChatSettings) -> tuple[str | None, str]:
         try:
             return Path(chat.template_file).read_text(), "--chat-template-file"
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--chat-template-file {chat.template_file}: cannot be read ({e})") from None
+            raise ConfigError(f"--chat-template-file {chat.template_file}: cannot be read ({reason(e)})") from None
     return chat.template, "--chat-template"
 
 
