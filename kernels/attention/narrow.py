@@ -219,7 +219,8 @@ def pieces(
     n_kv, hd_v = kv.n_kv, kv.hd_v
     G = H // n_kv
     (type_k, split_k), (type_v, split_v) = compute_type(kv.type_k), compute_type(kv.type_v)
-    M = 16 if W * G <= 16 or tl.float32 in (type_k, type_v) or old(q.device) else TILE
+    halves = (type_k, type_v) == (tl.float16, tl.float16)  # higher tiles of others exceed consumer cards
+    M = TILE if halves and W * G > 16 and not old(q.device) else 16
     tiles = triton.cdiv(W * G, M)
     n_splits = count_splits(kv.n_cells)
     programs = max(1, min(n_splits, PROGRAMS // (n_kv * tiles * B)))
@@ -246,17 +247,22 @@ def old(device: torch.device) -> bool:
 
 
 def cells_at_once(kv: KV) -> int:
-    """Cells of a tile. Cache and card alone decide, as the order of sums follows from it."""
+    """Cells of a tile: at most 64, and as many keys and values as 64 KB hold in the types they are multiplied in.
+    Cache and card alone decide, as the order of sums follows from it."""
     if old(kv.device):
         return 16
-    return 32 if tl.float32 in (compute_type(kv.type_k)[0], compute_type(kv.type_v)[0]) else 64
+    widths = ((kv.type_k, kv.hd_k), (kv.type_v, kv.hd_v))
+    n_bytes = sum(
+        triton.next_power_of_2(hd) * (4 if compute_type(name)[0] == tl.float32 else 2) for name, hd in widths
+    )
+    return 64 if n_bytes <= 1024 else 32 if n_bytes <= 2048 else 16
 
 
 def stages(kv: KV) -> int:
-    """3: two tiles are on their way while a program works on a third. 2: where tiles are so large that other programs
-    must fill the gaps (consumer cards have 99 KB of shared memory, two programs share it or 227 KB)."""
+    """3: two tiles are on their way while a program works on a third. 2: where tiles are large, or decoded by way of
+    shared memory; other programs fill the gaps. Two programs share 227 KB; consumer cards have 99 KB for one."""
     n_bytes = cells_at_once(kv) * sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
-    return 3 if n_bytes <= 40_000 else 2
+    return 3 if n_bytes <= 40_000 and {kv.type_k, kv.type_v} <= {"f16", "bf16", "f32", "q8_0"} else 2
 
 
 def combine(
