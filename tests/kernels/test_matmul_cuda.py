@@ -116,3 +116,28 @@ def test_large_and_small_activations_keep_their_precision():
         expected = x.double() @ w.T
         assert float((y - expected).norm() / expected.norm()) < 1e-3, size
     assert not mm.matmul(torch.zeros(1, 512, device="cuda"), group)[0].any()
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "Q8_0", "F16"])
+def test_many_rows_are_as_precise_at_every_usual_size(type_name):
+    shapes = (320, 48)  # two weights of one launch, padded
+    raws = [random_raw(type_name, n, 1024, seed=k) for k, n in enumerate(shapes)]
+    group = mm.fuse([mm.pack(r, type_name, (n, 1024), "cuda") for r, n in zip(raws, shapes)])
+    for size in (1e-2, 1.0, 1e4):
+        x = torch.randn(300, 1024, device="cuda") * size
+        poison()
+        for y, raw in zip(mm.matmul(x, group), raws):
+            expected = x.double() @ decode(raw, type_name).cuda().double().T
+            assert float((y - expected).norm() / expected.norm()) < 6e-4, size
+
+
+def test_many_rows_prepared_one_by_one():
+    """Rows that were prepared for the narrow kernel, each with a scale, may meet the wide product too."""
+    from ggufspec.kernels.matmul import triton
+
+    raw = random_raw("Q4_K", 128, 512)
+    group = mm.fuse([mm.pack(raw, "Q4_K", (128, 512), "cuda")])
+    x = torch.randn(200, 512, device="cuda") * torch.logspace(-6, 6, 200, device="cuda")[:, None]
+    (y,) = mm.matmul(triton.prepare(x), group)
+    expected = x.double() @ decode(raw, "Q4_K").cuda().double().T
+    assert float(((y - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 1e-3
