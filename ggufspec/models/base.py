@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cache import Cache
 from ..handover import hand_over, on
+from ..kernels.fused import enter
 from ..kernels.matmul import Activation, PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.norm import rms_norm
 from ..kernels.rope import RopeSpec, tables
@@ -59,22 +60,42 @@ class Step:
         return self._tables[id(spec)]
 
 
+@dataclass(frozen=True)
+class Opening:
+    """How a layer begins: a norm of the stream and the weights that multiply it."""
+
+    norm: Norm
+    weights: WeightGroup
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A layer's opening done: the norm, prepared, and its products."""
+
+    n: Activation
+    products: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, opening: Opening) -> Opened:
+        """x [B, W, D]"""
+        n = enter(x.view(-1, x.shape[-1]), opening.norm.weight, opening.norm.eps)
+        return cls(n, matmul(n, opening.weights))
+
+
 class Layer(Protocol):
     """One block. `device` says where its weights and caches live."""
 
     device: torch.device
 
     @property
-    def attn_norm(self) -> Norm:
-        """The norm at its beginning."""
-        ...
+    def opening(self) -> Opening: ...
 
-    def __call__(self, x: Tensor, n: Activation | None, step: Step, cache: Cache, after: Norm | None
-                 ) -> tuple[Tensor, Activation | None]:
+    def __call__(self, x: Tensor, opened: Opened | None, step: Step, cache: Cache, after: Opening | None
+                 ) -> tuple[Tensor, Opened | None]:
         """The stream [B, W, D] entering the layer to the one leaving it.
 
-        n: the layer's first norm of x, prepared, where the layer before could make it. With `after`, the norm that
-        follows this layer is made likewise.
+        opened: the layer's opening of x, where the layer before has done it. With `after`, that of the layer that
+        follows is done likewise.
         """
         ...
 
@@ -180,12 +201,12 @@ class Model:
     def run_stage(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
                   ) -> tuple[Tensor, list[Tensor]]:
         """x [B, W, D] through a stage's layers, all on its device; the stream entering each tapped layer too."""
-        step, n, streams = Step.of(rows), None, []
+        step, opened, streams = Step.of(rows), None, []
         for i in range(stage.start, stage.stop):
             if i in taps:
                 streams.append(x)
-            after = self.layers[i + 1].attn_norm if i + 1 < stage.stop else None
-            x, n = self.layers[i](x, n, step, cache, after)
+            after = self.layers[i + 1].opening if i + 1 < stage.stop else None
+            x, opened = self.layers[i](x, opened, step, cache, after)
         return x, streams
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import Cache
 from ..errors import FileError, UnsupportedError
 from ..kernels.attention import AttentionSpec, attend_prepared
-from ..kernels.fused import GatedPair, added, enter, gated, split
+from ..kernels.fused import GatedPair, Tail, added, gated, split, tail
 from ..kernels.kv import norm_rope_store
 from ..kernels.matmul import Activation, WeightGroup, matmul
 from ..kernels.norm import rms_norm
@@ -20,7 +20,7 @@ from ..kernels.prepared import geglu, swiglu
 from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, add_rms_norm, summed, unit_granularity
 from ..weights import Part, Weights
-from .base import Norm, Step
+from .base import Norm, Opened, Opening, Step
 from .config import Config
 
 FFN_GRANULARITY = 128  # inner rows of a feed-forward layer are cut in multiples of this
@@ -35,14 +35,17 @@ class Addition:
     bias: Tensor | None = None
     post_norm: Norm | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        return self.shard.size == 1 and self.bias is None and self.post_norm is None
+
     def __call__(self, x: Tensor, a: Activation, before: Activation, after: Norm | None
                  ) -> tuple[Tensor, Activation | None]:
         """x [B, W, D] and B*W prepared rows [.., K] to the stream after the sub-layer and, prepared, `after` of it.
 
         before: what the sub-layer's first product was given.
         """
-        is_plain = self.shard.size == 1 and self.bias is None and self.post_norm is None
-        if after is not None and is_plain:
+        if after is not None and self.is_plain:
             total, n = added(x.view(-1, x.shape[-1]), a, self.weight, after.weight, after.eps, before)
             return total.view(x.shape), n
         (y,) = matmul(a, self.weight)
@@ -55,11 +58,6 @@ class Addition:
         return add_rms_norm(x, addend, after.weight, after.eps)
 
 
-def entered(x: Tensor, n: Activation | None, norm: Norm) -> Activation:
-    """The norm of a stream x [B, W, D], prepared, unless the layer before has made it."""
-    return enter(x.view(-1, x.shape[-1]), norm.weight, norm.eps) if n is None else n
-
-
 @dataclass
 class FeedForward:
     """(act(x Wg) * (x Wu)) Wd, biases optional. A rank of a tensor split has some of the F inner rows."""
@@ -69,6 +67,10 @@ class FeedForward:
     gelu: bool
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.gate_bias is None and self.up_bias is None and self.down.is_plain
 
     @classmethod
     def load(cls, weights: Weights, block: str, D: int, F: int, device: torch.device, shard: Shard,
@@ -96,6 +98,25 @@ class FeedForward:
         gate, up = split(n, self.gate_up)
         gate, up = add_bias(gate, self.gate_bias), add_bias(up, self.up_bias)
         return self.down(x, geglu(gate, up) if self.gelu else swiglu(gate, up), n, after)
+
+
+def close(x: Tensor, a: Activation, output: Addition, norm: Norm, ffn: FeedForward, before: Activation,
+          after: Opening | None) -> tuple[Tensor, Opened | None]:
+    """A block from its mixer's result on: what `output` multiplies, then the feed-forward layer behind `norm`.
+
+    before: the block's own first norm. Returns the stream [B, W, D] and the opening of the layer that follows.
+    """
+    if after is not None and output.is_plain and ffn.is_plain:
+        weights = Tail(output.weight, norm.weight, ffn.gate_up, ffn.gelu, ffn.down.weight, after.norm.weight,
+                       after.weights, norm.eps, after.norm.eps)
+        total, n, products = tail(x.view(-1, x.shape[-1]), a, weights, before)
+        return total.view(x.shape), Opened(n, products)
+    x, inner = output(x, a, before, norm)
+    assert inner is not None
+    x, following = ffn(x, inner, None if after is None else after.norm)
+    if after is None or following is None:
+        return x, None
+    return x, Opened(following, matmul(following, after.weights))
 
 
 @dataclass
@@ -142,12 +163,12 @@ class Projections:
             weights.vector(f"{block}.attn_k_norm.weight", (hd,), device) if norms else None,
         )
 
-    def __call__(self, n: Activation, shape: tuple[int, int], hd: int, hd_v: int) -> tuple[Tensor, Tensor, Tensor]:
-        """B*W prepared rows, shape (B, W), to q [B, W, H, hd], k [B, W, KV, hd], v [B, W, KV, hd_v].
+    def heads(self, outs: Sequence[Tensor], shape: tuple[int, int], hd: int, hd_v: int
+              ) -> tuple[Tensor, Tensor, Tensor]:
+        """Products of B*W rows, shape (B, W), to q [B, W, H, hd], k [B, W, KV, hd], v [B, W, KV, hd_v].
 
         Neither normed nor rotated yet.
         """
-        outs = matmul(n, self.qkv)
         q, k, v = outs[0].split(self.sizes, dim=-1) if self.fused else outs
         q, k, v = (add_bias(t, b) for t, b in zip((q, k, v), self.biases))
         return q.reshape(*shape, -1, hd), k.reshape(*shape, -1, hd), v.reshape(*shape, -1, hd_v)
@@ -200,12 +221,12 @@ class Attention:
             hd, hd_v, config.layer_norm_rms_epsilon,
         )
 
-    def __call__(self, n: Activation, step: Step, cache: Cache, layer: int) -> Activation:
-        """B*W prepared rows to what `output` multiplies."""
+    def __call__(self, products: Sequence[Tensor], step: Step, cache: Cache, layer: int) -> Activation:
+        """The projections' products of B*W rows to what `output` multiplies."""
         rows, kv = step.rows, cache.kv[layer]
         assert kv is not None
         p = self.projections
-        q, k, v = p(n, (rows.n_batch, rows.width), self.key_length, self.value_length)
+        q, k, v = p.heads(products, (rows.n_batch, rows.width), self.key_length, self.value_length)
         norms = None if p.q_norm is None or p.k_norm is None else (p.q_norm, p.k_norm, self.eps)
         rope = (*step.rope(self.rope), self.rope)
         q = norm_rope_store(kv, q, k, v, rows.slots, step.store_positions, norms, rope)
@@ -223,12 +244,15 @@ class Block:
     ffn_norm: Norm
     ffn: FeedForward
 
-    def __call__(self, x: Tensor, n: Activation | None, step: Step, cache: Cache, after: Norm | None
-                 ) -> tuple[Tensor, Activation | None]:
-        n = entered(x, n, self.attn_norm)
-        x, inner = self.attention.output(x, self.attention(n, step, cache, self.index), n, self.ffn_norm)
-        assert inner is not None
-        return self.ffn(x, inner, after)
+    @property
+    def opening(self) -> Opening:
+        return Opening(self.attn_norm, self.attention.projections.qkv)
+
+    def __call__(self, x: Tensor, opened: Opened | None, step: Step, cache: Cache, after: Opening | None
+                 ) -> tuple[Tensor, Opened | None]:
+        opened = opened or Opened.of(x, self.opening)
+        a = self.attention(opened.products, step, cache, self.index)
+        return close(x, a, self.attention.output, self.ffn_norm, self.ffn, opened.n, after)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +23,9 @@ from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
 from ..weights import Part, Weights
 from .assemble import CacheLayer, assemble, kv_layer
-from .base import Head, Model, Norm, Step
+from .base import Head, Model, Norm, Opened, Opening, Step
 from .config import Config, Keys
-from .layers import Addition, FeedForward, entered, heads_cut
+from .layers import Addition, FeedForward, close, heads_cut
 
 
 def gdn_spec(keys: Keys, eps: float) -> GdnSpec:
@@ -67,7 +68,7 @@ def local_spec(spec: GdnSpec, cut: Cut) -> GdnSpec:
 class GatedAttention:
     """Attention whose output is gated: q rows hold, per head, the query and then the gate."""
 
-    qkv: WeightGroup  # q with gate [H * 2 * hd, D], k, v [KV * hd, D]
+    inputs: WeightGroup  # q with gate [H * 2 * hd, D], k, v [KV * hd, D]
     output: Addition
     q_norm: Tensor
     k_norm: Tensor
@@ -109,11 +110,11 @@ class GatedAttention:
             cut.n * group, cut.n, hd, config.layer_norm_rms_epsilon,
         )
 
-    def __call__(self, n: Activation, step: Step, kv: KV) -> Activation:
-        """B*W prepared rows to what `output` multiplies."""
+    def __call__(self, products: Sequence[Tensor], step: Step, kv: KV) -> Activation:
+        """The inputs' products of B*W rows to what `output` multiplies."""
         rows = step.rows
         B, W = rows.n_batch, rows.width
-        q_gate, k, v = matmul(n, self.qkv)
+        q_gate, k, v = products
         q, gate = q_gate.view(B, W, self.n_head, 2, self.hd).unbind(3)
         k, v = (t.view(B, W, self.n_kv, self.hd) for t in (k, v))
         norms, rope = (self.q_norm, self.k_norm, self.eps), (*step.rope(self.rope), self.rope)
@@ -162,11 +163,11 @@ class GatedDeltaNet:
             local_spec(spec, cut),
         )
 
-    def __call__(self, n: Activation, step: Step, state: gdn.GdnState) -> Activation:
-        """B*W prepared rows to what `output` multiplies."""
+    def __call__(self, products: Sequence[Tensor], step: Step, state: gdn.GdnState) -> Activation:
+        """The inputs' products of B*W rows to what `output` multiplies."""
         rows = step.rows
         B, W = rows.n_batch, rows.width
-        u, z, alpha, beta = (t.view(B, W, -1) for t in matmul(n, self.inputs))
+        u, z, alpha, beta = (t.view(B, W, -1) for t in products)
         if rows.tentative:
             norm = self.norm, self.spec.eps
             return gdn.step_prepared(u, z, alpha, beta, self.core, *norm, state, rows.slots, self.spec)
@@ -186,19 +187,22 @@ class Qwen35Block:
     post_attention_norm: Norm  # the norm before the FFN
     ffn: FeedForward
 
-    def __call__(self, x: Tensor, n: Activation | None, step: Step, cache: Cache, after: Norm | None
-                 ) -> tuple[Tensor, Activation | None]:
+    @property
+    def opening(self) -> Opening:
+        return Opening(self.attn_norm, self.mixer.inputs)
+
+    def __call__(self, x: Tensor, opened: Opened | None, step: Step, cache: Cache, after: Opening | None
+                 ) -> tuple[Tensor, Opened | None]:
         memory = (cache.kv if isinstance(self.mixer, GatedAttention) else cache.recurrent)[self.index]
         assert memory is not None
-        return self.run(x, n, step, memory, after)
+        return self.run(x, opened, step, memory, after)
 
-    def run(self, x: Tensor, n: Activation | None, step: Step, memory: Any, after: Norm | None
-            ) -> tuple[Tensor, Activation | None]:
+    def run(self, x: Tensor, opened: Opened | None, step: Step, memory: Any, after: Opening | None
+            ) -> tuple[Tensor, Opened | None]:
         """The block over one layer's memory: a KV, or a gated DeltaNet's state."""
-        n = entered(x, n, self.attn_norm)
-        x, inner = self.mixer.output(x, self.mixer(n, step, memory), n, self.post_attention_norm)
-        assert inner is not None
-        return self.ffn(x, inner, after)
+        opened = opened or Opened.of(x, self.opening)
+        a = self.mixer(opened.products, step, memory)
+        return close(x, a, self.mixer.output, self.post_attention_norm, self.ffn, opened.n, after)
 
 
 def load_block(weights: Weights, config: Config, i: int, device: torch.device, recurrent: GdnSpec | None,
@@ -288,8 +292,8 @@ class MtpBlock:
         """What `forward` leaves in the cache, and nothing else of it."""
         mixer, rows = self.block.mixer, step.rows
         assert isinstance(mixer, GatedAttention)
-        n = entered(self.join(embedded, hidden), None, self.block.attn_norm)
-        k, v = (t.view(rows.n_batch, rows.width, mixer.n_kv, mixer.hd) for t in matmul(n, self.keys_values))
+        opened = Opened.of(self.join(embedded, hidden), Opening(self.block.attn_norm, self.keys_values))
+        k, v = (t.view(rows.n_batch, rows.width, mixer.n_kv, mixer.hd) for t in opened.products)
         rope = (*step.rope(mixer.rope), mixer.rope)
         store_raw(kv, k, v, rows.slots, step.store_positions, (mixer.k_norm, mixer.eps), rope)
 
@@ -338,7 +342,7 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
     return MtpBlock(
         block,
         weights.group(device, (f"{name}.nextn.eh_proj.weight", (D, 2 * D))),
-        fuse(block.mixer.qkv.weights[1:]),
+        fuse(block.mixer.inputs.weights[1:]),
         weights.vector(f"{name}.nextn.enorm.weight", (D,), device),
         weights.vector(f"{name}.nextn.hnorm.weight", (D,), device),
         Norm(norm, config.layer_norm_rms_epsilon),

@@ -59,21 +59,18 @@ class Config:
         return min(self.ST if n_tokens <= 16 else 2, shared_bytes // stage)
 
 
-# by measurement on one H200, for types and cards without entries in `kernels.tune`
-USUAL = Config(ST=4)
-SMALL = Config(MT=1, ST=3, per_sm=4)
-SMALL_BYTES = 32 << 20
+# by measurement on one H200, for types and cards without entries in `kernels.tune`; launches that are to be one
+# (`chain`) need one config
+USUAL = Config(WM=8, MT=1, ST=5, per_sm=2)
 FLOATS = Config(MT=1, ST=3, per_sm=2)  # 16 bits a weight: stages are large
 
 
 def config_for(capability: tuple[int, int], type_name: str, rows: int, blocks: int, block_bytes: int) -> Config:
-    """The tuned config of the nearest shape, or a rule: small launches want more and shorter programs."""
+    """The tuned config of the nearest shape, or a rule."""
     tuned = tune.nearest(capability, type_name, rows, blocks)
     if tuned is not None:
         return Config(**tuned)
-    if block_bytes >= 2 * repack.BLOCK:
-        return FLOATS
-    return SMALL if rows * blocks * block_bytes < SMALL_BYTES else USUAL
+    return FLOATS if block_bytes >= 2 * repack.BLOCK else USUAL
 
 
 @dataclass(frozen=True)
@@ -265,7 +262,7 @@ def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
 
 def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
     """Rows [T, K] times each weight's transpose."""
-    from ggufspec.kernels.matmul import narrow, triton, wide
+    from ggufspec.kernels.matmul import narrow, wide
 
     n_tokens, index = a.rows.shape[0], a.rows.device.index
     if n_tokens == 0:
@@ -276,6 +273,13 @@ def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
     if capability(index) >= (8, 0):
         for launch in group.launches:
             out.update(zip(launch.members, narrow.run(launch, a)))
+    return with_rest(a, group, out)
+
+
+def with_rest(a: Activation, group: WeightGroup, out: dict[int, Tensor]) -> tuple[Tensor, ...]:
+    """The group's products, those that `out` lacks by the plain kernel."""
+    from ggufspec.kernels.matmul import triton
+
     if len(out) < len(group.weights):
         a = triton.finished(a)
     return tuple(out[k] if k in out else triton.multiply(a, w) for k, w in enumerate(group.weights))

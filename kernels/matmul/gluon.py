@@ -7,6 +7,9 @@ activations (m16n8k16, float32 sums). A quant becomes a float16 without conversi
 are a subnormal number, quant * 2^-24 (or 2^-20 four bits higher), and one packed fused multiply-add applies scale and
 minimum. So a weight costs 1.3 instructions.
 
+Several products may follow one another in one launch, each waiting for the one before at a barrier of all programs:
+the copies of a product's first weights start while the one before ends, so that memory never rests.
+
 A token's sums over K run in one order at every width, so its result does not depend on the tokens beside it.
 
 Source: the arithmetic is the block formats'; products are of float16 values, sums float32.
@@ -15,9 +18,10 @@ Source: the arithmetic is the block formats'; products are of float16 values, su
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.runtime.jit import constexpr_function
 
-from ggufspec.kernels.matmul.dialect import barrier, copy_async, reinterpret
-from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place
+from ggufspec.kernels.matmul.dialect import copy_async, reinterpret
+from ggufspec.kernels.matmul.epilogue import finish, normed_factor
 from ggufspec.kernels.matmul.fragments import (
     copy_layout,
     decode_scales,
@@ -31,6 +35,7 @@ from ggufspec.kernels.matmul.fragments import (
     tile_layout,
     weights_at,
 )  # fmt: skip
+from ggufspec.kernels.matmul.grid import leave, meet, release_dependents, wait_for_inputs
 
 
 @gluon.jit
@@ -58,34 +63,232 @@ def step(tile, block, KW: gl.constexpr, S):
     return gl.where(wraps, tile + 1, tile), gl.where(wraps, 0, block + KW)
 
 
-@gluon.jit
-def release_dependents():
-    """Programmatic dependent launch: let the next kernel start its prologue."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+FACTS = ("LOW", "HIGH", "SCALE", "OFFSET", "END", "PARTS", "SQUARES", "WAITS")  # of a step, words of its line
+
+
+@constexpr_function
+def facts(STEPS):
+    """A dictionary of each line: the steps' constants travel as one text, as kernels take no tuples of words."""
+    lines = [dict(zip(FACTS, line.split())) for line in STEPS.splitlines()]
+    return [{k: int(v) if v.lstrip("-").isdigit() else v for k, v in line.items()} for line in lines]
+
+
+@constexpr_function
+def fact(STEPS, p, name):
+    return facts(STEPS)[p][name]
+
+
+@constexpr_function
+def count(STEPS):
+    return len(facts(STEPS))
+
+
+@constexpr_function
+def extra_words(STEPS):
+    """Numbers a row and super-block has in the fourth array, of the forms that have it; 0: none has."""
+    scales = {step["SCALE"] for step in facts(STEPS)} & {"int8", "nibbles", "half_min"}
+    found = {4 if scale == "half_min" else 1 for scale in scales}
+    assert len(found) < 2, "products of one launch need one kind of fourth array"
+    return found.pop() if found else 0
+
+
+@constexpr_function
+def with_extra(STEPS):
+    """The first step whose form has a fourth array."""
+    return next(i for i, step in enumerate(facts(STEPS)) if step["SCALE"] in ("int8", "nibbles", "half_min"))
+
+
+@constexpr_function
+def has_high(STEPS, n):
+    return any(step["HIGH"] == n for step in facts(STEPS))
+
+
+@constexpr_function
+def n_meetings(STEPS, p):
+    """How many steps up to the p-th wait."""
+    return sum(step["WAITS"] for step in facts(STEPS)[: p + 1])
 
 
 @gluon.jit
-def wait_for_inputs():
-    """Programmatic dependent launch: wait for the results of the kernels before."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+def copies_of(P, low_s, scale_s, high1_s, high2_s, extra_s, LOW: gl.constexpr, HIGH: gl.constexpr,
+              SCALE: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr):  # fmt: skip
+    """What `fetch` copies of a product's weights: shared stages, pointers, numbers of super-blocks."""
+    M: gl.constexpr = 16 * WM * MT
+    W: gl.constexpr = 8 * LOW
+    LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
+    copies = ((low_s,) + tile_pointers(P.low, P.rows, copy_layout(KW, WM, MT, W, 4), KW, M, W),)
+    if LOW < 16:
+        copies = copies + ((scale_s,) + tile_pointers(P.scale, P.rows, LCS, KW, M, 4),)  # type: ignore[assignment]
+    if HIGH:
+        H: gl.constexpr = 8 * HIGH
+        high_s = high1_s if HIGH == 1 else high2_s
+        layout: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
+        copies = copies + ((high_s,) + tile_pointers(P.high, P.rows, layout, KW, M, H),)  # type: ignore[assignment]
+    if SCALE == "int8" or SCALE == "nibbles":
+        LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
+        copies = copies + ((extra_s,) + tile_pointers(P.extra, P.rows, LCD, KW, M, 1),)  # type: ignore[assignment]
+    if SCALE == "half_min":
+        copies = copies + ((extra_s,) + tile_pointers(P.extra, P.rows, LCS, KW, M, 4),)  # type: ignore[assignment]
+    return copies
 
 
-@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares"])
-def narrow(
-    low, high, scale, extra, x, x_scale, out, row_start, row_width, partial, arrived,
-    squares, next_power, stream, weight, power, stream_out, out_side,
-    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
-    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
-    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
-    SQUARES: gl.constexpr, END: gl.constexpr,
+@gluon.jit
+def share(P, M: gl.constexpr, PARTS: gl.constexpr):
+    """The units [start, stop) of a product that this program takes."""
+    program = gl.program_id(0)
+    if PARTS > 1:
+        stop = gl.minimum((program + 1) * P.per_program, P.n_units)
+        start = gl.minimum(program * P.per_program, stop)
+    else:
+        start = program * (P.rows // M) // gl.num_programs(0) * P.units
+        stop = (program + 1) * (P.rows // M) // gl.num_programs(0) * P.units
+    return start, stop
+
+
+@gluon.jit
+def multiplied(acc, P, at, low_s, scale_s, high1_s, high2_s, extra_s, x_s, LOW: gl.constexpr, HIGH: gl.constexpr,
+               SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
+               KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr):  # fmt: skip
+    """acc [KW, M, N] plus a stage's weights times its activations."""
+    M: gl.constexpr = 16 * WM * MT
+    MMA: gl.constexpr = acc.type.layout
+    LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
+    LC: gl.constexpr = gl.SliceLayout(3, LE)
+    zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
+    words = low_words(low_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
+    highs = words
+    if HIGH:
+        high_s = high1_s if HIGH == 1 else high2_s
+        highs = high_words(high_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
+    own = scale_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
+    if SCALE == "int8" or SCALE == "nibbles":
+        other = gl.expand_dims(extra_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
+    elif SCALE == "half_min":
+        other = extra_s.index(at).load(LC)
+    else:
+        other = own
+    x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
+    scales = decode_scales(own, other, P.min_scale, P.min_bias, SCALE, OFFSET, KW, M, LC)
+    for t in gl.static_range(8):
+        b = x_tiles.index(t).permute([0, 2, 1]).load(gl.DotOperandLayout(1, MMA, 8))
+        a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
+        acc = mma_v2(gl.convert_layout(a, gl.DotOperandLayout(0, MMA, 8), assert_trivial=True), b, acc)
+    return acc
+
+
+@gluon.jit
+def one_step(
+    products, p: gl.constexpr, sync, T, token, at, low_s, scale_s, high1_s, high2_s, extra_s, x_s,
+    STEPS: gl.constexpr, N: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
+    """This program's share of the p-th product; its first ST - 1 copies are under way unless it is the first.
 
-    Program (i, j): share i of the weights, tokens N j and on.
+    at: the stage of its first unit. Returns that of the next product's.
+    """
+    LOW: gl.constexpr = fact(STEPS, p, "LOW")
+    HIGH: gl.constexpr = fact(STEPS, p, "HIGH")
+    SCALE: gl.constexpr = fact(STEPS, p, "SCALE")
+    OFFSET: gl.constexpr = fact(STEPS, p, "OFFSET")
+    PARTS: gl.constexpr = fact(STEPS, p, "PARTS")
+    SQUARES: gl.constexpr = fact(STEPS, p, "SQUARES")
+    END: gl.constexpr = fact(STEPS, p, "END")
+    LAST: gl.constexpr = p == count(STEPS) - 1
+    M: gl.constexpr = 16 * WM * MT
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
+    LO: gl.constexpr = gl.SliceLayout(0, MMA)
+    LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [KW, WM, 1], [2, 1, 0])
+    kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
+    n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
+    k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
+    inside = (token + n_x < T) & (k_x >= 0)
+    P = products[p]
+    S, rows = P.S, P.rows
+    copies = copies_of(P, low_s, scale_s, high1_s, high2_s, extra_s, LOW, HIGH, SCALE, KW, WM, MT)
+    start, stop = share(P, M, PARTS)
+    tile = start // P.units
+    block = (start - tile * P.units) * KW
+    ahead_tile, ahead_block = tile, block
+    if p == 0:
+        for i in gl.static_range(ST - 1):
+            fetch(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
+            async_copy.commit_group()
+            ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+        if PDL:
+            release_dependents()
+            wait_for_inputs()
+    elif fact(STEPS, p, "WAITS"):
+        meet(sync, n_meetings(STEPS, p))
+    if SQUARES:
+        factor = normed_factor(P, token, T, gl.program_id(0) == 0, N, SQUARES, KW * WM)
+        factor = gl.convert_layout(factor, gl.SliceLayout(0, LO))
+    else:
+        factor = gl.zeros([N], gl.float32, gl.SliceLayout(0, LO))
+    # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
+    x_ptrs = P.x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
+    ahead_tile, ahead_block = tile, block
+    stage = at
+    for i in gl.static_range(ST - 1):
+        mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
+        x_s.index(stage).store(gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0))
+        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+        stage = gl.where(stage == ST - 1, 0, stage + 1)
 
-    low, high, scale, extra: a form's arrays (extra: `d` or `min`). x: float16 [T, S * 256] in the arrays' column
-    order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
-    row's weight and that weight's number of rows (0: a padding row).
+    # the copies ahead run into the next product's first units, so a product lasts at least as long as they reach
+    end = stop if LAST else gl.maximum(stop, start + (ST - 1))
+    if not LAST:
+        Q = products[p + 1]
+        next_copies = copies_of(
+            Q, low_s, scale_s, high1_s, high2_s, extra_s,
+            LOW, fact(STEPS, p + 1, "HIGH"), fact(STEPS, p + 1, "SCALE"), KW, WM, MT,
+        )  # fmt: skip
+        next_start, next_stop = share(Q, M, fact(STEPS, p + 1, "PARTS"))
+        next_tile = next_start // Q.units
+        next_block = (next_start - next_tile * Q.units) * KW
+    acc = gl.zeros([KW, M, N], gl.float32, MMA)
+    for unit in range(start, end):
+        async_copy.wait_group(ST - 2)
+        # into the stage that the unit before this one has left
+        free = gl.where(at == 0, ST - 1, at - 1)
+        ahead = unit + (ST - 1)
+        if LAST or ahead < end:
+            fetch(copies, free, ahead_tile, ahead_block, ahead < stop, rows, S)
+            mask = inside & (kw_x + ahead_block < S) & (ahead < stop)
+            copy_async(x_s.index(free), x_ptrs + ahead_block * 256, mask=mask)
+            ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+        if not LAST:
+            if ahead >= end:
+                fetch(next_copies, free, next_tile, next_block, ahead - end < next_stop - next_start, Q.rows, Q.S)
+                next_tile, next_block = step(next_tile, next_block, KW, Q.S)
+        async_copy.commit_group()
+        if LAST or unit < stop:
+            acc = multiplied(
+                acc, P, at, low_s, scale_s, high1_s, high2_s, extra_s, x_s, LOW, HIGH, SCALE, OFFSET, N, KW, WM, MT
+            )
+            if (unit + 1 == stop) | (block + KW >= S):
+                y = gl.sum(acc, 0)
+                acc = gl.zeros([KW, M, N], gl.float32, MMA)
+                finish(P, y, factor, tile, token, T, N, M, PARTS, SQUARES, END)
+            tile, block = step(tile, block, KW, S)
+        at = gl.where(at == ST - 1, 0, at + 1)
+    return at
+
+
+@gluon.jit(do_not_specialize=["T"])
+def narrow(
+    products, sync, T,
+    STEPS: gl.constexpr, N: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """All weight rows of one or more products times N tokens: each program takes an equal share of every product.
+
+    Program (i, j): share i of the weights, tokens N j and on; several products have one tile of tokens.
+
+    products: `narrow.Product` each. x: float16 [T, S * 256] in the arrays' column order; x_scale [T]. row_start,
+    row_width [rows]: the first row of a row's weight and that weight's number of rows (0: a padding row).
+    STEPS: a line of constants each, see `FACTS`: the form (all of one LOW), END (see `finish`), PARTS, SQUARES, and
+    WAITS: whether a product's input comes from one before it, in this launch. sync: two int32 zeros, zeros again
+    afterwards.
 
     A tile has M = 16 WM MT rows, a unit KW of its `units` runs of super-blocks. PARTS = 1: a program takes whole tiles,
     as many as the others or one more. Else it takes units [per_program * i, per_program * (i + 1)) of n_units in all,
@@ -94,168 +297,34 @@ def narrow(
     depends on T, so neither does the order of a token's sums.
     PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
 
-    SQUARES > 0: the rows of x are not normed yet, see `normed_factor` (x_scale: their power). END says what becomes of
-    the products y:
-    "rows"   out, as above
-    "added"  stream + y to stream_out [T, n_out], float32; the same * weight / power to out, float16 in the arrays'
-             order, out_width a row; the sums of its squares by tile to out_side [tiles, T]
-    "silu", "gelu"  the tile's rows are pairs, see `gated`: activation(gate) * up / FIXED_SCALE to out likewise, n_out
-             columns; FIXED_SCALE to out_side [T]
+    SQUARES > 0: the rows of x are not normed yet, see `normed_factor` (x_scale: their power).
     """
     M: gl.constexpr = 16 * WM * MT
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
-    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
-    LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-    LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
-    LC: gl.constexpr = gl.SliceLayout(3, LE)
-    W: gl.constexpr = 8 * LOW
-    H: gl.constexpr = 8 * HIGH if HIGH else 8
-    program = gl.program_id(0)
+    STEP_COUNT: gl.constexpr = count(STEPS)
+    W: gl.constexpr = 8 * fact(STEPS, 0, "LOW")
     token = gl.program_id(1) * N
-    if PARTS > 1:
-        start = program * per_program
-        stop = gl.minimum(start + per_program, n_units)
-    else:
-        start = program * (rows // M) // gl.num_programs(0) * units
-        stop = (program + 1) * (rows // M) // gl.num_programs(0) * units
 
-    LCW: gl.constexpr = copy_layout(KW, WM, MT, W, 4)
-    LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
-    LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
-    LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
-    LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [KW, WM, 1], [2, 1, 0])
-    w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, W >= 32))
-    copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
-    if LOW < 16:
-        s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
-        copies = copies + ((s_s,) + tile_pointers(scale, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
-    if HIGH:
-        h_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, H], shared_layout(KW, M, H, False))
-        copies = copies + ((h_s,) + tile_pointers(high, rows, LCH, KW, M, H),)  # type: ignore[assignment]
-    if SCALE == "int8" or SCALE == "nibbles":
-        e_s = gl.allocate_shared_memory(extra.dtype.element_ty, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
-        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCD, KW, M, 1),)  # type: ignore[assignment]
-    if SCALE == "half_min":
-        e_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
-        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
+    low_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, W >= 32))
+    scale_s, high1_s, high2_s, extra_s = low_s, low_s, low_s, low_s
+    if W < 128:
+        scale_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+    if has_high(STEPS, 1):
+        high1_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 8], shared_layout(KW, M, 8, False))
+    if has_high(STEPS, 2):
+        high2_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 16], shared_layout(KW, M, 16, False))
+    E: gl.constexpr = extra_words(STEPS)
+    if E:
+        kind: gl.constexpr = products[with_extra(STEPS)].extra.dtype.element_ty
+        extra_s = gl.allocate_shared_memory(kind, [ST, KW, M, E], shared_layout(KW, M, E, False))
     x_s = gl.allocate_shared_memory(gl.float16, [ST, KW, N, 256], rows_layout(KW, N))
-    kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
-    n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
-    k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
-    x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
-
-    tile = start // units
-    block = (start - tile * units) * KW
-    ahead_tile, ahead_block = tile, block
-    for i in gl.static_range(ST - 1):
-        fetch(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
-        async_copy.commit_group()
-        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
-    if PDL:
-        release_dependents()
-        wait_for_inputs()
-    LO: gl.constexpr = gl.SliceLayout(0, MMA)
-    if SQUARES:
-        factor_row = normed_factor(
-            squares, x_scale, next_power, token, T, n_squares, columns, eps, program == 0, N, SQUARES, KW * WM
-        )
-        factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
-    # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
-    inside = (token + n_x < T) & (k_x >= 0)
-    ahead_tile, ahead_block = tile, block
-    for i in gl.static_range(ST - 1):
-        mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
-        x_s.index(i).store(gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0))
-        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
-
-    zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
-    acc = gl.zeros([KW, M, N], gl.float32, MMA)
     at = 0
-    for unit in range(start, stop):
-        async_copy.wait_group(ST - 2)
-        # into the stage that the unit before this one has left
-        free = gl.where(at == 0, ST - 1, at - 1)
-        live = unit + (ST - 1) < stop
-        fetch(copies, free, ahead_tile, ahead_block, live, rows, S)
-        mask = inside & (kw_x + ahead_block < S) & live
-        copy_async(x_s.index(free), x_ptrs + ahead_block * 256, mask=mask)
-        async_copy.commit_group()
-        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
-        words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
-        highs = words
-        if HIGH:
-            highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
-        own = s_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
-        if SCALE == "int8" or SCALE == "nibbles":
-            other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
-        elif SCALE == "half_min":
-            other = e_s.index(at).load(LC)
-        else:
-            other = own
-        x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
-        scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
-        for t in gl.static_range(8):
-            b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
-            a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
-            acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
-        at = gl.where(at == ST - 1, 0, at + 1)
-        if (unit + 1 == stop) | (block + KW >= S):
-            y = gl.sum(acc, 0)
-            acc = gl.zeros([KW, M, N], gl.float32, MMA)
-            m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
-            n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
-            n = gl.expand_dims(n_row, 0)
-            here = (n < T) & (m >= 0)
-            if PARTS > 1:
-                first = tile * units // per_program
-                n_parts = ((tile + 1) * units - 1) // per_program - first + 1
-            else:
-                first, n_parts = program, 1
-            last = n_parts == 1
-            place = gl.program_id(1) * (rows // M) + tile
-            slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)
-            # asked for now, to arrive while the parts are exchanged
-            if SQUARES:
-                factor = gl.expand_dims(factor_row, 0) * out_scale
-            else:
-                factor = gl.load(x_scale + gl.minimum(n, T - 1)) * out_scale
-            row = tile * M + m
-            if END == "rows":
-                width = gl.load(row_width + row)
-                begin = gl.load(row_start + row)
-            elif END == "added":
-                here = here & (row < n_out)
-                before = gl.load(stream + (n * n_out + row), mask=here, other=0.0)
-                gain = gl.load(weight + row, mask=row < n_out, other=0.0)
-                gain = gain / gl.load(power + n, mask=n < T, other=1.0)
-            if n_parts > 1:
-                gl.store(slots + (program - first) * (M * N), y, mask=n < T, cache_modifier=".cg")
-                barrier()
-                last = gl.atomic_add(arrived + place, 1) == n_parts - 1
-                if last:
-                    gl.store(arrived + place, 0)
-                    y = gl.load(slots, mask=n < T, other=0.0, cache_modifier=".cg")
-                    for k in gl.static_range(1, PARTS):
-                        y += gl.load(slots + k * (M * N), mask=(n < T) & (k < n_parts), other=0.0, cache_modifier=".cg")
-            if last:
-                y = y * factor
-                if END == "rows":
-                    gl.store(out + (begin * (T - 1) + row + n * width), y, mask=here & (width > 0))
-                elif END == "added":
-                    total = before + y
-                    gl.store(stream_out + (n * n_out + row), total, mask=here)
-                    gl.store(out + (n * out_width + row_place(row)), half(total * gain), mask=here)
-                    of_tile = gl.sum(gl.where(here, total * total, 0.0), 0)
-                    gl.store(out_side + (tile * T + n_row), of_tile, mask=n_row < T)
-                else:
-                    inner = (tile * M + m) // 16 * 8 + m % 8
-                    to = gl.where(here & (inner < n_out), n * out_width + row_place(inner), -1)
-                    to, _ = pair(to, M, N)
-                    gl.store(out + to, half(gated(y, END == "gelu", M, N) * (1.0 / FIXED_SCALE)), mask=to >= 0)
-                    if tile == 0:
-                        fixed = gl.full([N], FIXED_SCALE, gl.float32, gl.SliceLayout(0, LO))
-                        gl.store(out_side + n_row, fixed, mask=n_row < T)
-        tile, block = step(tile, block, KW, S)
+    for p in gl.static_range(STEP_COUNT):
+        at = one_step(
+            products, p, sync, T, token, at, low_s, scale_s, high1_s, high2_s, extra_s, x_s,
+            STEPS, N, KW, WM, MT, ST, PDL,
+        )  # fmt: skip
+    if STEP_COUNT > 1:
+        leave(sync)
 
 
 @gluon.jit(do_not_specialize=["S", "first", "count", "min_scale", "min_bias"])

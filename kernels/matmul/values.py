@@ -27,6 +27,8 @@ def element_at(p):
 # Producers that cannot see a whole row write an activation divided by this instead of by a power of two of the row's
 # own: magnitudes to a million stay in float16's range, and what underflows is below 1e-6.
 FIXED_SCALE = tl.constexpr(16.0)
+# The same, in powers of two above the root mean square that a row had one norm earlier.
+HEADROOM = tl.constexpr(4)
 
 
 @triton.jit

@@ -204,5 +204,5 @@ def test_stages_fit_the_shared_memory_of_small_and_large_cards():
                 tile, stages = tile_and_stages(config, block_bytes, n_tokens, shared, most)
                 assert stages >= 2 and tile in (8, 16, 32), (type_name, form)
                 assert stages * (config.n_rows * block_bytes + tile * 512) < most
-    assert config_for((1, 0), "Q4_K", 5120, 20, 144) != config_for((1, 0), "Q4_K", 248320, 20, 144)
+    assert config_for((1, 0), "Q4_K", 5120, 20, 144) != config_for((1, 0), "F16", 5120, 20, 512)
     assert config_for((9, 0), "Q6_K", 250000, 20, 210) == Config(MT=2, ST=2, per_sm=3)
