@@ -72,6 +72,7 @@ def cut(engine: Engine, slot: Slot, n: int) -> None:
 
 
 def clear(engine: Engine, slot: Slot) -> None:
+    engine.prefill.join()
     engine.cache.reset(slot.id)
     if engine.drafter is not None:
         engine.drafter.reset(slot.id)
@@ -113,6 +114,7 @@ def checkpoint(engine: Engine, slot: Slot) -> None:
 
 
 def save(engine: Engine, slot: Slot) -> dict[str, Any]:
+    engine.prefill.join()
     drafter = engine.drafter
     return {
         "tokens": list(slot.tokens),

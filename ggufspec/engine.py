@@ -270,6 +270,7 @@ class Engine:
             events = [results.finish(self, slot, "stop", "limit")]
         elif final:
             if self.drafter is not None:
+                self.prefill.join()
                 with self.drafter.stats.timed("begin"):
                     self.drafter.begin(slot.id, prompt)
             assert output.logits is not None

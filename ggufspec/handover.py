@@ -41,22 +41,33 @@ def hand_over(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     Between GPUs the copies wait for what their source's stream has been given so far, and the target's stream waits for
     the copies. PyTorch goes through host memory where there is no peer access. From page-locked memory nobody waits.
     """
+    moved, arrived = send(tensors, device)
+    wait_for(arrived, device)
+    return moved
+
+
+def send(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], Any]:
+    """`hand_over` whose target does not wait yet: `wait_for` the second value before the tensors are read there."""
     if not tensors or tensors[0].device == device:
-        return list(tensors)
+        return list(tensors), None
     source = tensors[0].device
     if source.type != "cuda" or device.type != "cuda":
-        return [t.to(device, non_blocking=source.type == "cpu" and t.is_pinned()) for t in tensors]
-    here, there = torch.cuda.current_stream(source), torch.cuda.current_stream(device)
+        return [t.to(device, non_blocking=source.type == "cpu" and t.is_pinned()) for t in tensors], None
     out, into = _stream(source, source, device), _stream(device, source, device)
-    out.wait_stream(here)
+    out.wait_stream(torch.cuda.current_stream(source))
     with torch.cuda.stream(into), torch.cuda.stream(out):
         moved = [t.to(device, non_blocking=True) for t in tensors]
-    there.wait_stream(into)
     for t in tensors:
         t.record_stream(out)  # its memory is not used anew before the copy has read it
     for t in moved:
-        t.record_stream(there)  # allocated for the copying stream, read by the other
-    return moved
+        t.record_stream(torch.cuda.current_stream(device))  # allocated for the copying stream, read by the other
+    return moved, into.record_event()
+
+
+def wait_for(arrived: Any, device: torch.device) -> None:
+    """Let the device's stream wait for what was sent."""
+    if arrived is not None:
+        torch.cuda.current_stream(device).wait_event(arrived)
 
 
 def _stream(device: torch.device, source: torch.device, target: torch.device) -> Any:

@@ -2,23 +2,36 @@
 
 The host gives chunk k + 1 to the first device while the later ones still work on chunk k. Nothing in between may make
 the host or an earlier device wait for a later one: token ids come from page-locked memory, residual and taps are handed
-over on streams of their own (see handover), and a drafter on an earlier device reads its features on one, too.
+over on streams of their own (see handover), and a drafter on an earlier device reads a chunk as many chunks later as it
+takes to get through.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from .handover import on
+from .handover import send, wait_for
 from .rows import Rows, prompt_rows
 
 if TYPE_CHECKING:
     from .drafters import Drafter
     from .models import Model, Output
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What drafters read of a chunk (`models.Output`), on its way to their device."""
+
+    rows: Rows
+    hidden: Tensor
+    taps: Tensor | None
+    arrived: Any  # for `wait_for`
 
 
 class Prefill:
@@ -27,68 +40,43 @@ class Prefill:
     def __init__(self, target: Model, drafter: Drafter | None):
         self.device = target.device
         self.drafter = drafter
-        self.n_most = len(target.stages) + 1  # one a stage, and one that waits
-        self._chunks: deque[list[Any]] = deque()  # events after which a chunk is done
-        self._is_pinned = any(stage.device.type == "cuda" for stage in target.stages)
-        self._side = [torch.cuda.Stream(device) for device in self._elsewhere()]
-        self._is_apart = False  # whether the side streams have work that the devices' own have not waited for
-
-    def _elsewhere(self) -> set[torch.device]:
-        """GPUs other than the target's last one that drafters read prompts on."""
-        members = getattr(self.drafter, "members", [self.drafter])
-        devices = {getattr(member, "device", self.device) for member in members}
-        return {device for device in devices if device.type == "cuda" and device != self.device}
+        self.drafter_device = device_of(drafter, self.device)
+        stages = [stage.device for stage in target.stages]
+        self.n_most = len(stages) + 1  # chunks under way: one a stage, and one that waits
+        self.n_late = len(stages) - 1 - stages.index(self.drafter_device) if self.drafter_device in stages else 0
+        self._is_pinned = any(device.type == "cuda" for device in stages)
+        self._chunks: deque[Any] = deque()  # events after which a chunk is through the target
+        self._sent: deque[Sent] = deque()  # what the drafter has still to read, oldest first
 
     def rows(self, tokens: Sequence[int], slot: int, n_past: int) -> Rows:
         """A chunk, once no more than `n_most` are under way."""
         while len(self._chunks) >= self.n_most:
-            for event in self._chunks.popleft():
-                event.synchronize()
+            self._chunks.popleft().synchronize()
         rows = prompt_rows(torch.tensor(tokens, dtype=torch.int64), slot, n_past)
         return rows.pinned() if self._is_pinned else rows
 
     def observe(self, rows: Rows, output: Output) -> None:
-        """Let the drafter read a chunk, and count the chunk as under way."""
-        streams = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
-        for side in self._side:
-            side.wait_stream(torch.cuda.current_stream(side.device))
+        """The target has been given a chunk: let the drafter read it, or an earlier one."""
         if self.drafter is not None:
-            with _current(self._side):
-                self.drafter.observe(rows, output)
-        self._is_apart = bool(self._side)
-        if streams:
-            self._chunks.append([_event_of(stream) for stream in [*streams, *self._side]])
+            parts = [output.hidden] if output.taps is None else [output.hidden, output.taps]
+            moved, arrived = send(parts, self.drafter_device)
+            self._sent.append(Sent(rows, moved[0], moved[1] if len(moved) > 1 else None, arrived))
+            self._read(self.n_late)
+        if self.device.type == "cuda":
+            self._chunks.append(torch.cuda.current_stream(self.device).record_event())
 
     def join(self) -> None:
-        """Before anything else reads or writes what the drafter has made of the chunks."""
-        if self._is_apart:
-            for side in self._side:
-                torch.cuda.current_stream(side.device).wait_stream(side)
-            self._is_apart = False
+        """Let the drafter read all it was sent; before anything else is done with what it keeps."""
+        self._read(0)
+
+    def _read(self, n_left: int) -> None:
+        while self.drafter is not None and len(self._sent) > n_left:
+            sent = self._sent.popleft()
+            wait_for(sent.arrived, self.drafter_device)
+            self.drafter.observe(sent.rows, sent)
 
 
-class _current:
-    """Makes several devices' streams current; the current device stays."""
-
-    def __init__(self, streams: Sequence[Any]):
-        self.streams = streams
-
-    def __enter__(self) -> None:
-        self.before = [torch.cuda.current_stream(s.device) for s in self.streams]
-        for stream in self.streams:
-            _set(stream)
-
-    def __exit__(self, *error: object) -> None:
-        for stream in self.before:
-            _set(stream)
-
-
-def _set(stream: Any) -> None:
-    with on(stream.device):
-        torch.cuda.set_stream(stream)
-
-
-def _event_of(stream: Any) -> Any:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+def device_of(drafter: Drafter | None, default: torch.device) -> torch.device:
+    """Where the drafters with a model lie; they all lie on one device."""
+    members = getattr(drafter, "members", [drafter])
+    return next((member.device for member in members if hasattr(member, "device")), default)

@@ -77,6 +77,35 @@ def test_stage_graphs_take_steps_of_their_cache_alone(model: Model) -> None:
         graphs(model.stages[0], rows, torch.zeros(1, 4, model.config.embedding_length), cache, ())
 
 
+def test_a_drafter_on_an_earlier_device_reads_chunks_late(model: Model) -> None:
+    """With three stages and the drafter on the first one, two chunks later; all of them before anything else."""
+
+    class Reader:
+        device = CPU
+        taps = TAPS
+
+        def __init__(self) -> None:
+            self.read: list[tuple[int, torch.Tensor]] = []
+
+        def observe(self, rows, output) -> None:  # noqa: ANN001
+            self.read.append((int(rows.n_past), output.taps))
+
+    cut(model, 2, 4)
+    reader, cache = Reader(), model.new_cache(1, 256)
+    prefill = Prefill(model, reader)
+    given = []
+    with torch.inference_mode():
+        for k in range(4):
+            rows = prefill.rows(list(range(300, 305)), 0, 5 * k)
+            output = model.forward(rows, cache, taps=TAPS, logits="none")
+            given.append(output.taps)
+            prefill.observe(rows, output)
+            assert [n for n, _ in reader.read] == [5 * i for i in range(k - 1)]
+    prefill.join()
+    assert [n for n, _ in reader.read] == [0, 5, 10, 15]
+    assert all(torch.equal(taps, expected) for (_, taps), expected in zip(reader.read, given))
+
+
 def test_prompt_rows_begin_on_the_host(model: Model) -> None:
     cut(model)
     prefill = Prefill(model, None)
