@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul
+from ..kernels.matmul import PackedWeight, WeightGroup, matmul
 from ..kernels.select import selector_walk, top_k
 from ..weights import Weights
 from . import DraftOptions
@@ -33,11 +33,4 @@ class DFlash2(BlockDrafter):
         values, ids = top_k(logits, config.selector_top_k)
         (gate,) = matmul(block.n, self.gate)
         gate = gate.view(*block.x.shape[:2], -1)[:, 1:]
-        return selector_walk(
-            ids,
-            values,
-            gate,
-            last,
-            lambda ids: gather(self.predecessor, ids),
-            lambda ids: gather(self.successor, ids),
-        )
+        return selector_walk(ids, values, gate, last, self.predecessor, self.successor)

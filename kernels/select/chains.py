@@ -78,19 +78,15 @@ def confidences(hidden: Tensor, embedded: Tensor, weight: Tensor, bias: Tensor) 
 
 
 def selector_walk(
-    ids: Tensor, values: Tensor, gate: Tensor, last: Tensor, predecessor: Callable[[Tensor], Tensor],
-    successor: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ids: Tensor, values: Tensor, gate: Tensor, last: Tensor, predecessor: PackedWeight, successor: PackedWeight
+) -> tuple[Tensor, Tensor]:
     """DFlash2's head: a greedy walk over the k best candidates of each row.
 
     score_i(p -> c) = values_i(c) + sum_r predecessor[p, r] gate_i[r] successor[c, r]
 
     ids, values [B, n, k]: candidates and their logits (scaled and capped); gate [B, n, R]; last [B] int64,
-    the token before row 0; predecessor, successor: ids [T] to rows [T, R]. Returns tokens [B, n] int64 and
+    the token before row 0; predecessor, successor [V, R]: a token's rows. Returns tokens [B, n] int64 and
     the share [B, n] of the winner in the softmax over its row's k scores.
     """
-    B, n, k = ids.shape
-    succ = successor(ids.reshape(-1)).view(B, n, k, -1)
-    pred = predecessor(torch.cat((last[:, None], ids[:, :-1].reshape(B, -1)), -1).reshape(-1))
-    pred = pred.view(B, 1 + (n - 1) * k, -1)
+    pred, succ = room(ids).selector_rows(ids, last, predecessor, successor)
     return room(ids).walk(ids, values, gate, pred, succ)

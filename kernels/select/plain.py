@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ggufspec.kernels.matmul import PackedWeight, gather
+
 
 def argmax(x: Tensor, bias: Tensor | None = None) -> Tensor:
     x = x if bias is None else x + bias
@@ -24,6 +26,18 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def log_softmax(x: Tensor) -> Tensor:
     return x.float().log_softmax(-1)
+
+
+def selector_rows(
+    ids: Tensor, last: Tensor, predecessor: PackedWeight, successor: PackedWeight
+) -> tuple[Tensor, Tensor]:
+    """What `walk` takes: rows of the tables for `last` and the candidates, pred [B, 1 + (n - 1) k, R] and succ
+    [B, n, k, R]."""
+    B, n, k = ids.shape
+    before = torch.cat((last[:, None], ids[:, :-1].reshape(B, -1)), 1)
+    return gather(predecessor, before.flatten()).view(*before.shape, -1), gather(successor, ids.flatten()).view(
+        B, n, k, -1
+    )
 
 
 def walk(ids: Tensor, values: Tensor, gate: Tensor, pred: Tensor, succ: Tensor) -> tuple[Tensor, Tensor]:

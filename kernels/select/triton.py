@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ggufspec.kernels.matmul import PackedWeight, WeightGroup, matmul
 from ggufspec.kernels.matmul.cuda import NARROW_TOKENS
-from ggufspec.kernels.matmul.triton import source_of, value
+from ggufspec.kernels.matmul.triton import gather, source_of, value
 from ggufspec.kernels.overlap import begin, overlap
 from ggufspec.kernels.prepared.triton import Target, whole_row, write_row
 
@@ -189,6 +189,34 @@ def markov_row_kernel(
         write_row(v, b, rows_ptr, scale_ptr, FIXED, WIDTH, SIZE)
 
 
+@triton.jit
+def selector_rows_kernel(
+    ids_ptr, last_ptr, pred_ptr, succ_ptr, p_low, p_high, p_scale, p_extra, s_low, s_high, s_scale, s_extra,
+    n, K, R, p_rows, s_rows, row_bytes, p_unit, s_unit,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, sequence): the n K candidates' successor rows, then the predecessor rows of `walk_kernel`."""
+    begin(PDL)
+    t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    e = tl.arange(0, SIZE)
+    block, inside, mask = e // 256, e % 256, e < R
+    if t < n * K:
+        token = tl.load(ids_ptr + b * n * K + t)
+        v = value(s_low, s_high, s_scale, s_extra, token, block, inside, mask, s_rows, row_bytes, s_unit,
+                  LOW, HIGH, SCALE, OFFSET, TYPE)  # fmt: skip
+        tl.store(succ_ptr + (b * n * K + t) * R + e, v, mask)
+    else:
+        t -= n * K
+        if t == 0:
+            token = tl.load(last_ptr + b)
+        else:
+            token = tl.load(ids_ptr + b * n * K + t - 1)
+        v = value(p_low, p_high, p_scale, p_extra, token, block, inside, mask, p_rows, row_bytes, p_unit,
+                  LOW, HIGH, SCALE, OFFSET, TYPE)  # fmt: skip
+        tl.store(pred_ptr + (b * (1 + (n - 1) * K) + t) * R + e, v, mask)
+
+
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """x [.., V] as float32 [T, V] whose rows are contiguous, and their stride."""
     rows = x.float().reshape(-1, x.shape[-1])
@@ -273,6 +301,25 @@ def markov_tokens(logits: Tensor, last: Tensor, table: PackedWeight, project: We
             rows, stride = as_rows(logits[:, i])
             block_max_kernel[(n_blocks, B)](rows, bias, values, ids, V, n_blocks, stride, True, BLOCK, **overlap(rows))
     return tokens, embedded
+
+
+def selector_rows(
+    ids: Tensor, last: Tensor, predecessor: PackedWeight, successor: PackedWeight
+) -> tuple[Tensor, Tensor]:
+    B, n, K = ids.shape
+    R = predecessor.shape[1]
+    p, s = source_of(predecessor), source_of(successor)
+    pred = torch.empty(B, 1 + (n - 1) * K, R, dtype=torch.float32, device=ids.device)
+    succ = torch.empty(B, n, K, R, dtype=torch.float32, device=ids.device)
+    if p.constants != s.constants or p.row_bytes != s.row_bytes:  # kept in two forms
+        before = torch.cat((last[:, None], ids[:, :-1].reshape(B, -1)), 1)
+        return gather(predecessor, before.flatten()).view(pred.shape), gather(successor, ids.flatten()).view(succ.shape)
+    selector_rows_kernel[(n * K + pred.shape[1], B)](
+        ids.contiguous(), last.contiguous(), pred, succ, *p.arrays, *s.arrays,
+        n, K, R, p.rows, s.rows, p.row_bytes, p.unit, s.unit, **p.constants,
+        SIZE=triton.next_power_of_2(R), num_warps=2, **overlap(pred, fuse=False),
+    )  # fmt: skip
+    return pred, succ
 
 
 def log_softmax(x: Tensor) -> Tensor:

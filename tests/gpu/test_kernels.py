@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 NAMES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
          "attention_splits", "attention_prepared",
          "gdn_steps", "gdn_prompt", "gdn_repeated_keys", "selection", "selector_walk", "dynamic_conv",
-         "rows", "carry", "markov_tokens", "prepared", "prepared_wide")  # fmt: skip
+         "rows", "carry", "markov_tokens", "selector_rows", "prepared", "prepared_wide")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

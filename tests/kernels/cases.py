@@ -487,6 +487,30 @@ def selector_walk(device: str, real: bool) -> None:
     same(got[0], tokens, "tokens"), close(got[1], shares, 1e-5, "shares")
 
 
+def packed(device: str, type_name: str, raw: Tensor, rows: int, columns: int) -> PackedWeight:
+    """A weight as the kernels take it, on the CPU too."""
+    if device != "cpu":
+        return pack(raw, type_name, (rows, columns), device)
+    shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
+    parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
+    return PackedWeight(type_name, (rows, columns), torch.device("cpu"), parts=parts, shift=shift)
+
+
+@case
+def selector_rows(device: str, real: bool) -> None:
+    V, R, n, k, B = (248320, 256, 7, 16, 2) if real else (300, 96, 3, 4, 2)
+    types = ("Q8_0", "Q8_0"), ("Q8_0", "F16")  # one launch, and a launch a form
+    ids = torch.randint(0, V, (B, n, k), generator=torch.Generator().manual_seed(0))
+    last = torch.tensor([3, V - 1])
+    for pair in types:
+        raws = [random_raw(type_name, V, R, seed=seed) for seed, type_name in enumerate(pair)]
+        theirs = (packed(device, type_name, raw, V, R) for type_name, raw in zip(pair, raws))
+        mine = (pack(raw, type_name, (V, R)) for type_name, raw in zip(pair, raws))
+        for got, expected in zip(select_triton.selector_rows(*on(device, ids, last), *theirs),
+                                 select_plain.selector_rows(ids, last, *mine)):  # fmt: skip
+            same(got, expected, f"rows of {pair}")
+
+
 @case
 def markov_tokens(device: str, real: bool) -> None:
     """Each token is the best after the one before, up to the rounding of float16 products; its rows are exact."""
@@ -494,16 +518,10 @@ def markov_tokens(device: str, real: bool) -> None:
     type_name = "Q4_K" if real else "Q8_0"
     raws = [random_raw(type_name, V, r, seed=seed) for seed in (1, 2)]
     dense_table, dense_out = (decode(raw, type_name) for raw in raws)
-    if device == "cpu":  # arrays as on a card, products by the kernel that runs anywhere
-        packed = []
-        for raw in raws:
-            shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
-            parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
-            packed.append(PackedWeight(type_name, (V, r), torch.device("cpu"), parts=parts, shift=shift))
+    table, out = (packed(device, type_name, raw, V, r) for raw in raws)
+    project = WeightGroup((out,)) if device == "cpu" else fuse([out])
+    if device == "cpu":  # the product's kernel that runs anywhere
         select_triton.matmul = lambda a, group: (multiply(a, group.weights[0]),)
-        table, project = packed[0], WeightGroup((packed[1],))
-    else:
-        table, project = pack(raws[0], type_name, (V, r), device), fuse([pack(raws[1], type_name, (V, r), device)])
     last = torch.tensor([3, V - 1])
     biases = dense_table[last].double() @ dense_out.double().T
     logits = random(B, n + 1, V) * biases.abs().max().item()

@@ -31,6 +31,7 @@ KERNELS = {
     "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",
     "positions_kernel", "masked_block_kernel", "lay_out_kernel", "accepted_prefix_kernel",
     "markov_row_kernel", "run_max_kernel", "top_of_runs_kernel", "before_kernel", "keep_kernel", "take_kernel",
+    "selector_rows_kernel",
 }  # fmt: skip
 PROMPT = {"prompt_inputs_kernel", "tail_kernel", "system_kernel", "scan_kernel", "output_kernel"}  # of gated DeltaNet
 
@@ -100,6 +101,8 @@ def selection() -> None:
     select_triton.top_k(x, 16)
     select_triton.top_k(x, 100)
     table = PackedWeight("Q4_K", (40, 256), torch.device("cpu"), parts=arrays("Q4_K", 40, 256), shift=0)
+    ids = torch.zeros(1, 7, 16, dtype=torch.int64)
+    select_triton.selector_rows(ids, ids[:, 0, 0], table, table)
     select_triton.matmul = lambda a, group: (torch.zeros(2, 248320),)
     select_triton.markov_tokens(torch.zeros(2, 3, 248320), torch.zeros(2, dtype=torch.int64), table, None)
     select_triton.walk(torch.zeros(1, 7, 16, dtype=torch.int64), torch.zeros(1, 7, 16), torch.zeros(1, 7, 256),

@@ -90,11 +90,13 @@ def test_markov_tokens_are_the_chain_of_quantized_weights():
 
 def test_selector_walk():
     g = torch.Generator().manual_seed(2)
-    B, n, k, V, R = 2, 7, 5, 60, 8
+    B, n, k, V, R = 2, 7, 5, 60, 32
     ids = torch.stack([torch.randperm(V, generator=g)[:k] for _ in range(B * n)]).view(B, n, k)
     values, gate = torch.randn(B, n, k, generator=g), torch.randn(B, n, R, generator=g)
-    pred, succ, last = torch.randn(V, R, generator=g), torch.randn(V, R, generator=g), torch.tensor([1, 2])
-    tokens, shares = select.selector_walk(ids, values, gate, last, lambda i: pred[i], lambda i: succ[i])
+    raws, last = [random_raw("Q8_0", V, R, seed=seed) for seed in (1, 2)], torch.tensor([1, 2])
+    pred, succ = (decode(raw, "Q8_0") for raw in raws)
+    values *= (pred @ succ.T).std() * 4
+    tokens, shares = select.selector_walk(ids, values, gate, last, *(pack(raw, "Q8_0", (V, R)) for raw in raws))
     for b in range(B):
         previous = int(last[b])
         for i in range(n):
