@@ -43,6 +43,11 @@ class Graphs:
         self._fixed: set[int] = set()  # addresses of all graphs' outputs
         self._names: set[Hashable] = set()
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the stage that asks is being captured, not run."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def has(self, name: Hashable) -> bool:
         """Whether a stage of this name was captured, for any shapes."""
         return name in self._names
@@ -86,9 +91,11 @@ class Graphs:
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
                 stage(*inputs)
+                # After every run: one that follows another as if it were the next step would write over the half of a
+                # recurrent layer's window that the step to come still reads.
+                for tensor, copy in kept:
+                    tensor.copy_(copy)
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        for tensor, copy in kept:
-            tensor.copy_(copy)
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
         graphs = []

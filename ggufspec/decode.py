@@ -193,7 +193,7 @@ class Decoder:
         n_params = len(plan.tensors)
 
         def step(table: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Laps]:
-            laps = Laps(self.device, captured=torch.cuda.is_current_stream_capturing())
+            laps = Laps(self.device, captured=graphs.is_capturing)
             laps.mark()
             inputs = self._begin(table)
             draft, n_draft = self._draft(inputs, n)

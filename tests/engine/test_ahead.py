@@ -8,7 +8,19 @@ from typing import Any
 import families
 import pytest
 import torch
-from two_engines import GREEDY, KINDS, SAMPLED, Family, both, drain, n_ahead, outcome, watch
+from two_engines import (
+    GREEDY,
+    KINDS,
+    SAMPLED,
+    Family,
+    both,
+    drain,
+    n_ahead,
+    outcome,
+    replayed,
+    same_slots,
+    watch,
+)  # fmt: skip
 
 from ggufspec.adaptive import Choice
 from ggufspec.choose import Plan
@@ -46,6 +58,29 @@ def test_the_same_streams_and_slots(family: Family, kind: str, sampling: Samplin
 
     engine, launches = both(family, kind, play, n_slots=3)
     assert n_ahead(launches) > 0.5 * engine.stats.n_decode
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps_take_turns(family: Family, kind: str) -> None:
+    """Through the graphs' fixed inputs and outputs: what did not change is not copied, every step has two outputs."""
+    biased = SamplingParams(temperature=0.8, seed=9, logit_bias=((40, 1.5), (41, -2.0)), ignore_eos=True)
+
+    def play(engine: Engine) -> list[Job]:
+        jobs = [engine.submit(Request(p, s, n_predict=n)) for p, s, n in
+                zip(family.prompts, (SAMPLED, GREEDY, biased), (14, 20, 9))]  # fmt: skip
+        drain(engine)
+        jobs += [engine.submit(Request(p, SAMPLED, n_predict=12)) for p in family.prompts[1:]]
+        drain(engine)
+        return jobs
+
+    plain, captured = family.engine(kind, False, n_slots=3), replayed(family.engine(kind, True, n_slots=3))
+    launches = watch(captured)
+    want, got = play(plain), play(captured)
+    assert list(map(outcome, got)) == list(map(outcome, want))
+    same_slots(captured, plain)
+    assert n_ahead(launches) > 5
+    graphs = captured.decoder.graphs
+    assert graphs is not None and all(len(entry.graphs) == 2 for entry in graphs.captured.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ import torch
 
 from ggufspec import bundled
 from ggufspec.adaptive import Choice
+from ggufspec.capture import Captured, Graphs, tensors_of
 from ggufspec.drafters import Drafter, DraftOptions
 from ggufspec.drafters.load import SpecOptions, load_drafter
 from ggufspec.engine import Engine
@@ -16,6 +17,7 @@ from ggufspec.flight import Flight
 from ggufspec.gguf_file import GGUFFile, open_gguf
 from ggufspec.host_copy import host_copy
 from ggufspec.job import Event, Job
+from ggufspec.laps import Laps
 from ggufspec.models import Model, load_model
 from ggufspec.placement import Placement
 from ggufspec.sampling import SamplingParams
@@ -58,6 +60,48 @@ class Family:
     def engine(self, kind: str, ahead: bool, n_slots: int = 1, n_ctx: int = 256, **options: Any) -> Engine:
         drafter = options.pop("drafter", None) or self.drafter(kind, n_slots, n_ctx)
         return Engine(self.model, self.tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=n_ctx, ahead=ahead, **options)
+
+
+class Replay:
+    """Runs its stage on the fixed inputs and writes the fixed outputs, as a graph does."""
+
+    def __init__(self, stage: Callable[..., Any], inputs: tuple[torch.Tensor, ...]):
+        self.stage, self.inputs = stage, inputs
+        self.outputs = stage(*inputs)
+
+    def replay(self) -> None:
+        made = self.stage(*self.inputs)
+        for place, value in zip(tensors_of(self.outputs), tensors_of(made), strict=True):
+            place.copy_(value)
+        for place, value in zip(self.outputs, made):
+            if isinstance(place, Laps):
+                place.marks = value.marks
+
+
+class Replays(Graphs):
+    """The bookkeeping of captured steps without a GPU."""
+
+    def __init__(self, mutable: Callable[[], list[torch.Tensor]]):
+        self.device, self.mutable, self.on_capture = torch.device("cpu"), mutable, None
+        self.captured, self._fixed, self._names = {}, set(), set()
+        self.n_bytes = 0
+
+    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[torch.Tensor, ...], n_graphs: int
+                 ) -> Captured:
+        inputs = tuple(argument.clone() for argument in arguments)
+        kept = [(tensor, tensor.clone()) for tensor in self.mutable()]
+        graphs = []
+        for _ in range(n_graphs):
+            graphs.append(Replay(stage, inputs))
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+        return Captured(inputs, [(graph, graph.outputs) for graph in graphs], versions=[None] * len(inputs))
+
+
+def replayed(engine: Engine) -> Engine:
+    """The engine with its steps captured as far as a CPU can."""
+    engine.decoder.graphs = Replays(engine._mutable)
+    return engine
 
 
 def watch(engine: Engine) -> list[tuple[int, int]]:
