@@ -45,7 +45,7 @@ class Costs:
 
     ms: dict[tuple[int, int, int], float] = field(default_factory=dict)
     n_seen: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    first_ms: float = inf  # what a first use has cost beyond its step, the least of all: compiling is done once
+    capture_ms: float = inf  # what the first step of a width costs beyond the step: the least of what looked like it
     _odd: set[tuple[int, int, int]] = field(default_factory=set)  # the last time was an outlier
 
     def record(self, batch: int, members: int, n: int, ms: float) -> None:
@@ -53,17 +53,19 @@ class Costs:
         key = (batch, members, n)
         self.n_seen[key] = self.n_seen.get(key, 0) + 1
         if self.n_seen[key] == 1:
-            expected = self.of(batch, members, n)
-            if expected < inf:
-                self.first_ms = min(self.first_ms, max(ms - expected, 0.0))
+            self._look_for_capture(ms, self.of(batch, members, n))
             return
         old = self.ms.get(key)
         if old is None:
             self.ms[key] = ms
             return
-        # once is a capture for another way of sampling, or another program's moment; twice is a fact
+        # once is a capture (of this step or, where the host runs ahead, of the next); twice is a fact
         if ms > OUTLIER * old and key not in self._odd:
             self._odd.add(key)
+            self._look_for_capture(ms, old)
+            return
+        if ms * OUTLIER < old:  # nothing makes a step too short: what was believed was one of those
+            self.ms[key] = ms
             return
         self._odd.discard(key)
         # early times weigh more: the average of the first ten
@@ -73,11 +75,15 @@ class Costs:
             if other[0] == batch and other != key:
                 self.ms[other] *= (new / old) ** 0.5
 
+    def _look_for_capture(self, ms: float, expected: float) -> None:
+        if OUTLIER * expected < ms:
+            self.capture_ms = min(self.capture_ms, ms - expected)
+
     def newness(self, batch: int, members: int, n: int) -> float:
         """Milliseconds to add to a step that was never taken: on a GPU the first captures it."""
-        if (batch, members if n else 0, n) in self.n_seen or self.first_ms == inf:
+        if (batch, members if n else 0, n) in self.n_seen or self.capture_ms == inf:
             return 0.0
-        return self.first_ms / SPREAD
+        return self.capture_ms / SPREAD
 
     def shown(self, batch: int) -> str:
         """The measured widths of a batch size, with any drafters."""

@@ -144,6 +144,9 @@ def test_a_time_that_stands_alone_counts_for_nothing() -> None:
     costs.record(1, 1, 3, 300.0)
     costs.record(1, 1, 3, 300.0)
     assert costs.of(1, 1, 3) > 11.0
+    for ms in (99.0, 310.0, 10.0):  # the second time of a width, the first that counts, was one of those
+        costs.record(1, 1, 5, ms)
+    assert costs.of(1, 1, 5) == 10.0
 
 
 def test_a_width_that_has_to_be_captured_must_win_that_back() -> None:

@@ -21,6 +21,8 @@ from ggufspec.sampling import SamplingParams
 from ggufspec.slot import Slot
 from ggufspec.tokenizer import Tokenizer
 
+STEPS_AHEAD = 3  # at most so many steps lie between the choice of a length and the time it took
+
 
 @dataclass
 class Run:
@@ -120,6 +122,8 @@ def take_times(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Seque
             for i, (prompt, params) in enumerate(zip(prompts, sampling))
         ]
         while policy.forced and all(job.state is not JobState.DONE for job in jobs):
+            engine.step()
+        for _ in range(STEPS_AHEAD):  # lengths are chosen before the steps that they are for
             engine.step()
         stop(engine, jobs)
     policy.forget_texts()
