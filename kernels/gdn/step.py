@@ -31,6 +31,8 @@ PIECE = 32  # keys of a state row that a register tile holds: eight lanes of fou
 WARPS = 8
 TILE = WARPS  # rows that phases 1 and 3 take at a time: each is reduced within one warp
 STATE_ELEMENTS = 1 << 14  # of a program at most: 64 registers a thread
+# What the compiler may use, the least that it keeps nothing in memory with: room for the next kernel's programs.
+REGISTERS, REGISTERS_OF_HALF = 176, 128
 SPLIT_ROWS = 3  # from this width on a head is split when there are multiprocessors enough: the loop is long then
 
 
@@ -91,19 +93,19 @@ def convolved(
     x = y
     for j in tl.static_range(KERNEL):
         i = w + (j - (KERNEL - 1))
-        at = tl.where(i >= 0, u_ptr + i.to(tl.int64) * u_row, before_ptr + (w + j).to(tl.int64) * C)
-        x = tl.load(at + channel, mask, 0.0)
+        at = tl.where(i >= 0, u_ptr, before_ptr) + (tl.where(i >= 0, i * u_row, (w + j) * C) + channel)
+        x = tl.load(at, mask, 0.0)
         y = tl.fma(tl.load(taps_ptr + j * C + channel, mask, 0.0), x, y)
-    tl.store(record_ptr + (w + (KERNEL - 1)).to(tl.int64) * C + channel, x, mask & record)
+    tl.store(record_ptr + ((w + (KERNEL - 1)) * C + channel), x, mask & record)
     return y * sigmoid(y)
 
 
 @triton.jit
 def carry(before_ptr, record_ptr, C, channel, inside, KERNEL: tl.constexpr, ROWS: tl.constexpr):
     """The rows that precede this step's rows in the convolution, in front of the recorded ones."""
-    r = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    r = tl.arange(0, ROWS)[:, None]
     mask = (r < KERNEL - 1) & inside
-    tl.store(record_ptr + r * C + channel, tl.load(before_ptr + r * C + channel, mask, 0.0), mask)
+    tl.store(record_ptr + (r * C + channel), tl.load(before_ptr + (r * C + channel), mask, 0.0), mask)
 
 
 @triton.jit
@@ -160,6 +162,9 @@ def step_kernel(
     # 1. new rows: each program for itself, the first head of a key head records what they share
     records = (h < N_K) & (part == 0)
     u_at = u_ptr + first_row * u_row
+    alpha_at, beta_at = alpha_ptr + first_row * alpha_row + h, beta_ptr + first_row * beta_row + h
+    new_k, new_v = window_k_ptr + (new * N_K + key_head) * D, window_v_ptr + (new * N_V + h) * D
+    new_g, new_beta = window_g_ptr + (new * N_V + h), window_beta_ptr + (new * N_V + h)
     for first in range(0, W, TILE // 2):
         r = tl.arange(0, TILE)
         is_key = (r // (TILE // 2))[:, None]  # q of all rows, then k of all
@@ -168,22 +173,20 @@ def step_kernel(
         channel = (is_key * N_K + key_head) * D + e
         x = convolved(u_at, before_ptr, record_ptr, taps_ptr, u_row, C, w, channel, mask, records, KERNEL)
         x = x * tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
-        tl.store(own_ptr + (w * 2 + is_key) * D + e, x, mask)
-        k_at = window_k_ptr + ((new + w) * N_K + key_head) * D
-        tl.store(k_at + e, x, mask & (is_key == 1) & records)
+        tl.store(own_ptr + ((w * 2 + is_key) * D + e), x, mask)
+        tl.store(new_k + (w * (N_K * D) + e), x, mask & (is_key == 1) & records)
 
         w = first + tl.arange(0, TILE // 2)
         inside = w < W
         column = w[:, None]
         mask = inside[:, None] & (own_v < D)
         x = convolved(u_at, before_ptr, record_ptr, taps_ptr, u_row, C, column, v_channel, mask, True, KERNEL)
-        tl.store(window_v_ptr + ((new + column) * N_V + h) * D + own_v, x, mask)
-        row = first_row + w
-        x = tl.load(alpha_ptr + row * alpha_row + h, inside, 0.0) + tl.load(dt_ptr + h)
+        tl.store(new_v + (column * (N_V * D) + own_v), x, mask)
+        x = tl.load(alpha_at + w * alpha_row, inside, 0.0) + tl.load(dt_ptr + h)
         g = softplus(x) * tl.load(a_ptr + h)
-        gate = sigmoid(tl.load(beta_ptr + row * beta_row + h, inside, 0.0))
-        tl.store(window_g_ptr + (new + w) * N_V + h, g, inside)  # programs of a head write the same
-        tl.store(window_beta_ptr + (new + w) * N_V + h, gate, inside)
+        gate = sigmoid(tl.load(beta_at + w * beta_row, inside, 0.0))
+        tl.store(new_g + w * N_V, g, inside)  # programs of a head write the same
+        tl.store(new_beta + w * N_V, gate, inside)
     tl.debug_barrier()
 
     # j, as the compiler must not know it (half is 0 or 1): it would lay threads along it and exchange what they store.
@@ -192,11 +195,10 @@ def step_kernel(
 
     # 2. the delta rule: replayed rows, then new ones. The next row is loaded ahead, so that a row waits for nothing but
     # the state; past the last row it is the last once more.
-    k_at = window_k_ptr + (old * N_K + key_head) * D + i
-    v_at, g_at = window_v_ptr + (old * N_V + h) * D, window_g_ptr + old * N_V + h
-    beta_at = window_beta_ptr + old * N_V + h
-    k = pieces(k_at, i, True, D, N, SIZE)
-    v, decay, beta = values_of(v_at, g_at, beta_at, j, D, BLOCK)
+    old_k, old_v = window_k_ptr + (old * N_K + key_head) * D, window_v_ptr + (old * N_V + h) * D
+    old_g, old_beta = window_g_ptr + (old * N_V + h), window_beta_ptr + (old * N_V + h)
+    k = pieces(old_k + i, i, True, D, N, SIZE)
+    v, decay, beta = values_of(old_v, old_g, old_beta, j, D, BLOCK)
     if CARRIED > 0:
         carry(before_ptr, record_ptr, C, v_channel, own_v < D, KERNEL, CARRIED)
         if records:
@@ -204,23 +206,23 @@ def step_kernel(
             carry(before_ptr, record_ptr, C, (N_K + key_head) * D + e, e < D, KERNEL, CARRIED)
     for t in range(0, n):
         after = tl.minimum(t + 1, n - 1)
-        k2 = pieces(k_at + after * (N_K * D), i, True, D, N, SIZE)
-        v2, decay2, beta2 = values_of(v_at + after * (N_V * D), g_at + after * N_V, beta_at + after * N_V, j, D, BLOCK)
+        k2 = pieces(old_k + (after * (N_K * D) + i), i, True, D, N, SIZE)
+        at_v, at_g = after * (N_V * D), after * N_V
+        v2, decay2, beta2 = values_of(old_v + at_v, old_g + at_g, old_beta + at_g, j, D, BLOCK)
         A = advanced(A, decay, beta * (v - decay * dot(A, k, N)), k, N)
         k, v, decay, beta = k2, v2, decay2, beta2
     if n > 0:
         for c in tl.static_range(N):
             tl.store(at + c * SIZE, A[c], (j < D)[:, None] & (c * SIZE + i < D)[None, :])
-    v_at, g_at = window_v_ptr + (new * N_V + h) * D, window_g_ptr + new * N_V + h
-    beta_at = window_beta_ptr + new * N_V + h
     q, k = pieces(own_ptr + i, i, True, D, N, SIZE), pieces(own_ptr + D + i, i, True, D, N, SIZE)
-    v, decay, beta = values_of(v_at, g_at, beta_at, j, D, BLOCK)
+    v, decay, beta = values_of(new_v, new_g, new_beta, j, D, BLOCK)
     o_at = o_ptr + (first_row * N_V + h) * D + hidden_j[:, None] + i[None, :]
     for t in range(0, W):
         after = tl.minimum(t + 1, W - 1)
-        q2 = pieces(own_ptr + after * (2 * D) + i, i, True, D, N, SIZE)
-        k2 = pieces(own_ptr + after * (2 * D) + D + i, i, True, D, N, SIZE)
-        v2, decay2, beta2 = values_of(v_at + after * (N_V * D), g_at + after * N_V, beta_at + after * N_V, j, D, BLOCK)
+        q2 = pieces(own_ptr + (after * (2 * D) + i), i, True, D, N, SIZE)
+        k2 = pieces(own_ptr + (after * (2 * D) + D + i), i, True, D, N, SIZE)
+        at_v, at_g = after * (N_V * D), after * N_V
+        v2, decay2, beta2 = values_of(new_v + at_v, new_g + at_g, new_beta + at_g, j, D, BLOCK)
         A = advanced(A, decay, beta * (v - decay * dot(A, k, N)), k, N)
         o = dot(A, q, N) * scale
         # Stored by the lanes that hold the first key of a state row, so that no barrier is met.
@@ -296,7 +298,8 @@ def launch(
         state.window_beta, slots, state.counts, state.arrived, scratch, o, to.rows, to.scale, spec.eps, norm_eps,
         d**-0.5, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, u_row, z_row, alpha_row, beta_row,
         state.counts.stride(0), d, block, values, block // size, size, TILE, spec.conv_kernel, carried, to.width,
-        to.width - n_columns, parts, num_warps=WARPS, **overlap(slots, fuse=False),
+        to.width - n_columns, parts, num_warps=WARPS,
+        maxnreg=REGISTERS if values * block > STATE_ELEMENTS // 2 else REGISTERS_OF_HALF, **overlap(slots, fuse=False),
     )  # fmt: skip
 
 
