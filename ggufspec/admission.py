@@ -79,14 +79,15 @@ def clear(engine: Engine, slot: Slot) -> None:
     slot.tokens, slot.checkpoints, slot.last = [], [], -1
 
 
-def chunk_end(n_past: int, n_prompt: int, n_ubatch: int, recurrent: bool) -> int:
+def chunk_end(n_past: int, n_prompt: int, n_ubatch: int, checkpoints: bool) -> int:
     """Where the next prompt chunk ends: at a multiple of the micro-batch counted from the sequence's start.
 
+    With checkpoints another border is where the last few tokens begin, at the price of a short chunk of its own.
     Absolute borders make a prompt's chunks, and so its rounding, independent of what was reused before a border.
     """
     end = min(n_prompt, (n_past // n_ubatch + 1) * n_ubatch)
     tail = n_prompt - TAIL
-    if recurrent and n_past < tail < end:
+    if checkpoints and n_past < tail < end:
         return tail
     return end
 

@@ -252,7 +252,8 @@ class Engine:
         assert job is not None
         start = time.perf_counter()
         prompt, n_past = job.request.prompt, slot.n_past
-        end = admission.chunk_end(n_past, len(prompt), self.n_ubatch, self.cache.has_recurrent)
+        keeps = self.cache.has_recurrent and self.n_checkpoints > 0
+        end = admission.chunk_end(n_past, len(prompt), self.n_ubatch, keeps)
         final = end == len(prompt)
         rows = self.prefill.rows(prompt[n_past:end], slot.id, n_past)
         taps = self.drafter.taps if self.drafter is not None else ()

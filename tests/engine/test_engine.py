@@ -256,6 +256,18 @@ def test_checkpoints_stay_within_their_limit(model: tuple[Model, Tokenizer]) -> 
     assert len(e.slots[0].checkpoints) == (3 if e.cache.has_recurrent else 0)
 
 
+def test_without_checkpoints_a_prompt_has_no_chunk_for_them(model: tuple[Model, Tokenizer]) -> None:
+    ends = {}
+    for n_checkpoints in (0, 1):
+        e = engine(model, n_ubatch=64, n_checkpoints=n_checkpoints)
+        job = e.submit(Request((PROMPT * 20)[:120], GREEDY, n_predict=1))
+        ends[n_checkpoints] = []
+        while job.n_prompt_done < 120:
+            e.step()
+            ends[n_checkpoints].append(job.n_prompt_done)
+    assert ends == {0: [64, 120], 1: [64, 104, 120] if e.cache.has_recurrent else [64, 120]}
+
+
 def test_a_saved_slot_of_another_model_is_refused_before_anything_is_written(model: tuple[Model, Tokenizer]) -> None:
     e = engine(model)
     run(e, Request(PROMPT, GREEDY, n_predict=4))
