@@ -143,6 +143,8 @@ def tokens(session: Session) -> Data:
             places = [None, *sorted({0, len(shares) // 2, len(shares) - 1})]
             if session.is_cpu and split == "tensor":
                 places = [None, len(shares) - 1]
+            elif split == "layer" and len(set(shares)) > 1:
+                places = [None, 0]  # every place is tried with even shares
             done = session.run("tokens", split, used, shares, 240 if session.is_cpu else 60, places=places, **common)
             runs[f"{split} {','.join(map(str, shares))}"] = compared(session, reference, done)
     return {"reference": reference, "runs": runs}
