@@ -58,11 +58,12 @@ def piece_of(width: int) -> int:
 def prepare(x: Tensor) -> Activation:
     """x [T, K] to float16 [T, S * 256] in the kernels' order, divided by FIXED_SCALE."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    a = empty_rows(*x.shape, x.device)
+    T, K = x.shape
+    a = empty_rows(T, K, x.device)
     width = a.rows.shape[1]
     piece = piece_of(width)
-    prepare_kernel[(x.shape[0], triton.cdiv(width, piece))](
-        x, a.rows, x.shape[1], x.stride(0), width, piece, num_warps=4, enable_fp_fusion=True
+    prepare_kernel[(T, triton.cdiv(width, piece))](
+        x, a.rows, K, x.stride(0), width, piece, num_warps=4, enable_fp_fusion=True
     )
     return a
 
