@@ -91,20 +91,22 @@ def split_kernel(
     [B, W, H, n_splits]; splits that hold nothing to read are not written."""
     begin(PDL)
     group, tile, b = tl.program_id(0) % N_KV, tl.program_id(0) // N_KV, tl.program_id(2)
+    index = tile * M + tl.arange(0, M)  # (row, query head of the group)
+    row, head = index // G, group * G + index % G
+    valid = row < W
+    pair = ((b * W + row) * (N_KV * G) + head).to(tl.int64)
+    e, ev = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    slot = tl.load(slot_ptr + b)  # these and the counts below travel together
+    q = tl.load(q_ptr + pair[:, None] * HD_K + e[None, :], valid[:, None] & (e < HD_K)[None, :], 0.0)
     n_past, n_stored, used, low, end, first, stop = live(
         n_past_ptr, n_rows_ptr, b, W, n_cells, window, CAUSAL, WINDOW, RING, N
     )
     mine = stop - 1 - tl.program_id(1)  # the longest splits start first
-    if mine < first:
+    if (mine < first) | (slot < 0):  # no slot is: asked here, its load is not put off until it is needed
         return
-    index = tile * M + tl.arange(0, M)  # (row, query head of the group)
-    row, head = index // G, group * G + index % G
-    valid = row < W
+    q *= scale
     position = n_past + row
-    pair = ((b * W + row) * (N_KV * G) + head).to(tl.int64)
-    e, ev = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    q = tl.load(q_ptr + pair[:, None] * HD_K + e[None, :], valid[:, None] & (e < HD_K)[None, :], 0.0) * scale
-    head_of_slot = tl.load(slot_ptr + b) * n_cells * N_KV + group
+    head_of_slot = slot * n_cells * N_KV + group
     k_ptr += head_of_slot * ROW_K
     v_ptr += head_of_slot * ROW_V
     k_half_ptr += head_of_slot * HALF_K
@@ -167,12 +169,12 @@ def combine_kernel(
     gate. out [B, W, H, HD_V], or PREPARED: a matmul's input, rows of `width` halves, and its scale."""
     begin(PDL)
     row, head, e = tl.program_id(0), tl.program_id(1), tl.program_id(2) * D + tl.arange(0, D)
-    _, _, _, _, _, first, stop = live(n_past_ptr, n_rows_ptr, row // W, W, n_cells, window, CAUSAL, WINDOW, RING, N)
-    pair = (row * H + head).to(tl.int64)
     mask = e < HD_V
     z = tl.zeros((D,), tl.float32)
     if GATE:
         z = tl.load(gate_ptr + row.to(tl.int64) * gate_row + head * gate_head + e, mask, 0.0)
+    _, _, _, _, _, first, stop = live(n_past_ptr, n_rows_ptr, row // W, W, n_cells, window, CAUSAL, WINDOW, RING, N)
+    pair = (row * H + head).to(tl.int64)
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((D,), tl.float32)
