@@ -18,20 +18,20 @@ from ..handover import hand_over, on_own_device
 from ..kernels import kv
 from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
-from ..kernels.fused import GatedPair, gated
+from ..kernels.fused import enter, gated
 from ..kernels.kv import KV, norm_rope_store, store_raw
 from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, gather, matmul, prepare
 from ..kernels.norm import rms_norm
 from ..kernels.prepared import add_rms_norm_kept
 from ..kernels.rows import masked_block
 from ..kernels.select import argmax
-from ..models.base import Head, Norm, Step
-from ..models.layers import Addition, entered
+from ..models.base import Head, Norm, Opening, Step
+from ..models.layers import Addition, FeedForward, close
 from ..rows import Rows
 from ..weights import Part, Weights
 from . import Draft, DraftOptions, check_cells, limit
 from .dflash_config import DFlashConfig, read_dflash_config
-from .scores import first_share, head_logits
+from .scores import first_share, head_opening
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -63,21 +63,28 @@ class Layer:
     k_norm: Tensor
     output: Addition
     ffn_norm: Norm
-    gate_up: GatedPair
-    down: Addition
+    ffn: FeedForward
     output_scale: Tensor | None
     attn_conv: Conv | None
     ffn_conv: Conv | None
     attention: AttentionSpec
 
+    @property
+    def opening(self) -> Opening:
+        return Opening(self.attn_norm, self.qkv)
+
 
 @dataclass
 class Stream:
-    """The residual stream x [B, T, D] and the next norm of it: prepared, and as it is where a convolution needs it."""
+    """The residual stream x [B, T, D] and the next norm of it: prepared, and as it is where a convolution needs it.
+
+    products: the norm times the first weights that follow, where a layer's last launch has made them.
+    """
 
     x: Tensor
-    n: Activation
+    n: Activation | None
     normed: Tensor | None
+    products: Sequence[Tensor] | None = None
 
 
 @dataclass
@@ -85,7 +92,8 @@ class Block:
     """A block's result."""
 
     x: Tensor  # [B, T, D], the stream after the last layer
-    n: Activation  # the final norm's B*T prepared rows
+    n: Activation | None  # the final norm's B*T prepared rows, made for a head that lies here
+    logits: Tensor | None  # of that head [B*T, Vd], where the last layer's launch has made them
 
 
 @dataclass
@@ -116,7 +124,7 @@ class Backbone:
         eps, rope = self.config.common.layer_norm_rms_epsilon, self.config.rope
         step = Step.of(rows)
         (fused,) = matmul(prepare(features.reshape(-1, features.shape[-1])), self.fc)
-        parts = matmul(entered(fused, None, self.hidden_norm), self.injection)
+        parts = matmul(enter(fused, self.hidden_norm.weight, self.hidden_norm.eps), self.injection)
         per_layer = len(parts) // len(self.layers)
         turn = (*step.rope(rope), rope)
         for i, (layer, own) in enumerate(zip(self.layers, kvs)):
@@ -131,44 +139,58 @@ class Backbone:
         x = gather(self.embedding, rows.tokens.reshape(-1).to(self.embedding.device)).to(self.device)
         x = (x if scale == 1.0 else x * scale).view(rows.n_batch, rows.width, -1)
         stream = self.begin(x, self.layers[0].attn_norm, self.layers[0].attn_conv)
+        head = head_opening(self.head, self.output_norm, self.device)
         for i, (layer, own) in enumerate(zip(self.layers, kvs)):
             following = self.layers[i + 1] if i + 1 < len(self.layers) else None
-            after = self.output_norm if following is None else following.attn_norm
-            stream = self._attention(stream, layer, own, step)
-            stream = self._ffn(stream, layer, after, None if following is None else following.attn_conv)
-        return Block(stream.x, stream.n)
+            before = stream.n
+            a, n, dyn = self._attention(stream, layer, own, step)
+            if layer.attn_conv is None and layer.ffn_conv is None and self.config.value_scale == 1.0:
+                assert before is not None
+                after = head if following is None else following.opening
+                after = after if layer.output_scale is None else None
+                x, opened = close(stream.x, a, layer.output, layer.ffn_norm, layer.ffn, before, after)
+                stream = Stream(x, None, None) if opened is None else Stream(x, opened.n, None, opened.products)
+            else:
+                stream = self.finish(
+                    stream, a, n, layer.output, self.config.value_scale, layer.attn_conv, dyn, layer.ffn_norm,
+                    layer.ffn_conv,
+                )  # fmt: skip
+                n, dyn = self.mixed(stream, layer.ffn_conv)
+                a = gated(n, layer.ffn.gate_up, layer.ffn.gelu)
+                norm = self.output_norm if following is None else following.attn_norm
+                next_conv = None if following is None else following.attn_conv
+                stream = self.finish(stream, a, n, layer.ffn.down, 1.0, layer.ffn_conv, dyn, norm, next_conv)
+            if layer.output_scale is not None:
+                norm = self.output_norm if following is None else following.attn_norm
+                next_conv = None if following is None else following.attn_conv
+                stream = self.begin(stream.x * layer.output_scale, norm, next_conv)
+        return Block(stream.x, stream.n, None if stream.products is None else stream.products[0])
 
     def begin(self, x: Tensor, norm: Norm, conv: Conv | None) -> Stream:
         """A stream whose norm no product has made; conv: of the sub-layer to come."""
         if conv is None:
-            return Stream(x, entered(x, None, norm), None)
+            return Stream(x, enter(x.view(-1, x.shape[-1]), norm.weight, norm.eps), None)
         _, normed, n = add_rms_norm_kept(x, None, norm.weight, norm.eps)
         return Stream(x, n, normed)
 
-    def _attention(self, stream: Stream, layer: Layer, own: KV, step: Step) -> Stream:
+    def _attention(
+        self, stream: Stream, layer: Layer, own: KV, step: Step
+    ) -> tuple[Activation, Activation, Tensor | None]:
+        """What the output matrix multiplies, what the projections did, and the kernels of the convolution."""
         config, rows = self.config, step.rows
         eps, shape = config.common.layer_norm_rms_epsilon, (rows.n_batch, rows.width)
         n, dyn = self.mixed(stream, layer.attn_conv)
-        q, *rest = matmul(n, layer.qkv)
+        q, *rest = matmul(n, layer.qkv) if stream.products is None else stream.products
         k, v = self.keys_values(rest, shape)
         q = q.view(*shape, -1, config.common.key_length)
         norms, turn = (layer.q_norm, layer.k_norm, eps), (*step.rope(config.rope), config.rope)
         q = norm_rope_store(own, q, k, v, rows.slots, step.store_positions, norms, turn)
         a = attend_prepared(q, own, rows.slots, rows.n_past, rows.n_rows, layer.attention, q_rotated=True)
-        return self.finish(
-            stream, a, n, layer.output, config.value_scale, layer.attn_conv, dyn, layer.ffn_norm, layer.ffn_conv
-        )
-
-    def _ffn(self, stream: Stream, layer: Layer, after: Norm, next_conv: Conv | None) -> Stream:
-        n, dyn = self.mixed(stream, layer.ffn_conv)
-        a = gated(n, layer.gate_up, self.config.activation != "silu")
-        stream = self.finish(stream, a, n, layer.down, 1.0, layer.ffn_conv, dyn, after, next_conv)
-        if layer.output_scale is None:
-            return stream
-        return self.begin(stream.x * layer.output_scale, after, next_conv)
+        return a, n, dyn
 
     def mixed(self, stream: Stream, conv: Conv | None) -> tuple[Activation, Tensor | None]:
         """What a sub-layer's first product takes, and the kernels of its convolution."""
+        assert stream.n is not None
         if conv is None:
             return stream.n, None
         assert stream.normed is not None
@@ -205,7 +227,12 @@ class Backbone:
 
     def logits(self, block: Block, first: int) -> Tensor:
         """[B, T - first, V], the block's rows from `first` on; -inf where a reduced vocabulary has no token."""
-        out = head_logits(self.head, block.x, block.n, self.output_norm, self.device)[:, first:]
+        out = block.logits
+        if out is None and block.n is not None and head_opening(self.head, self.output_norm, self.device) is not None:
+            (out,) = matmul(block.n, self.head.group)
+        if out is None:
+            out = self.head(self.hidden(block)).to(self.device)
+        out = out.view(*block.x.shape[:-1], -1)[:, first:]
         if self.d2t is None:
             return out
         wide = out.new_full((*out.shape[:-1], self.config.common.n_vocab), -torch.inf)
@@ -271,10 +298,13 @@ def load_backbone(weights: Weights, config: DFlashConfig, target: Model, device:
                 k_norm=vector(f"{b}.attn_k_norm.weight", hd),
                 output=addition(f"{b}.attn_output.weight", H[i] * hd_v, f"{b}.post_attention_norm.weight"),
                 ffn_norm=norm(f"{b}.ffn_norm.weight"),
-                gate_up=weights.pair(
-                    device, Part.of(f"{b}.ffn_gate.weight", (F, D)), Part.of(f"{b}.ffn_up.weight", (F, D))
+                ffn=FeedForward(
+                    weights.pair(
+                        device, Part.of(f"{b}.ffn_gate.weight", (F, D)), Part.of(f"{b}.ffn_up.weight", (F, D))
+                    ),
+                    addition(f"{b}.ffn_down.weight", F, f"{b}.post_ffw_norm.weight"),
+                    config.activation != "silu",
                 ),
-                down=addition(f"{b}.ffn_down.weight", F, f"{b}.post_ffw_norm.weight"),
                 output_scale=optional(f"{b}.layer_output_scale.weight", 1),
                 attn_conv=conv(f"{b}.attn"),
                 ffn_conv=conv(f"{b}.ffn"),

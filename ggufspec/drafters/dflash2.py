@@ -31,6 +31,7 @@ class DFlash2(BlockDrafter):
         if config.logit_softcap > 0:
             logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
         values, ids = top_k(logits, config.selector_top_k)
+        assert block.n is not None
         (gate,) = matmul(block.n, self.gate)
         gate = gate.view(*block.x.shape[:2], -1)[:, 1:]
         return selector_walk(ids, values, gate, last, self.predecessor, self.successor)

@@ -22,7 +22,7 @@ from ..models.base import Step
 from ..models.qwen35 import MtpBlock
 from ..rows import Rows
 from . import Draft, DraftOptions, check_cells, limit
-from .scores import first_share, head_logits
+from .scores import first_share
 from .statistics import Statistics
 
 
@@ -91,8 +91,8 @@ class Mtp:
         chosen, scores = [], []
         for i in range(n):
             rows = Rows(tokens[:, None], slots, position, one, tentative=True)
-            x, normed = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
-            logits = head_logits(self.block.head, x, normed, self.block.head_norm, self.device)[:, 0]
+            x, logits = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
+            logits = logits[:, 0]
             tokens = argmax(logits)
             chosen.append(tokens)
             scores.append(first_share(logits, self.options.p_min))

@@ -1,24 +1,19 @@
-"""Logits of a borrowed head, and what p_min is compared with where a drafter goes by probability."""
+"""A borrowed head, and what p_min is compared with where a drafter goes by probability."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..kernels.matmul import Activation, matmul
-from ..kernels.norm import rms_norm
 from ..kernels.select import top_k_softmax
-from ..models.base import Head, Norm
+from ..models.base import Head, Norm, Opening
 
 N_CANDIDATES = 10  # llama.cpp's drafters normalize over their ten best tokens
 
 
-def head_logits(head: Head, x: Tensor, n: Activation, norm: Norm, device: torch.device) -> Tensor:
-    """Stream x [B, T, D] and its norm, B*T prepared rows, to logits [B, T, V] on `device`, wherever the head lies."""
-    if head.device != x.device or head.bounds is not None:
-        return head(rms_norm(x, norm.weight, norm.eps)).to(device)
-    (out,) = matmul(n, head.group)
-    return out.view(*x.shape[:-1], -1).to(device)
+def head_opening(head: Head, norm: Norm, device: torch.device) -> Opening | None:
+    """A borrowed head as what a drafter's last layer is followed by, where all of it lies on the drafter's device."""
+    return Opening(norm, head.group) if head.device == device and head.bounds is None else None
 
 
 def first_share(logits: Tensor, p_min: float) -> Tensor:

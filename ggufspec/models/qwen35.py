@@ -282,11 +282,14 @@ class MtpBlock:
         (x,) = matmul(rms_norm_pair(embedded, hidden, self.enorm, self.hnorm, self.eps), self.eh_proj)
         return x.view(embedded.shape)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> tuple[Tensor, Activation]:
-        """As `join`, to the stream [B, W, D] after the block and its final norm, B*W prepared rows."""
-        x, n = self.block.run(self.join(embedded, hidden), None, step, kv, self.head_norm)
-        assert n is not None
-        return x, n
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> tuple[Tensor, Tensor]:
+        """As `join`, to the stream [B, W, D] after the block and its logits [B, W, V], wherever the head lies."""
+        here = self.head.device == self.device and self.head.bounds is None
+        after = Opening(self.head_norm, self.head.group) if here else None
+        x, opened = self.block.run(self.join(embedded, hidden), None, step, kv, after)
+        if opened is None:
+            return x, self.head(self.hidden(x)).to(self.device)
+        return x, opened.products[0].view(*x.shape[:-1], -1)
 
     def remember(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> None:
         """What `forward` leaves in the cache, and nothing else of it."""
