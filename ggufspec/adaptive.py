@@ -208,8 +208,9 @@ class Adaptive:
         first = self._unmeasured(jobs, most)
         if first is not None:
             return first
-        best = self._best(jobs, most)
         base = self.costs.of(batch, 0, 0)
+        self._start(self.costs.of(batch, 1, min(FIRST_N, self.n_max[0])) / base)
+        best = self._best(jobs, most)
         if best.n == 0:
             probe = self._probe(jobs, most)
             return probe if probe is not None and self._loss(batch, probe, base) <= self.saved else plain
@@ -218,6 +219,11 @@ class Adaptive:
         if len(self.n_max) > 1 and self.n_steps % MEMBER_EVERY == 0:
             return self._other_member(jobs, most, best)
         return best
+
+    def _start(self, cost: float) -> None:
+        """The first credit, as soon as it is known what drafts cost (in plain steps)."""
+        if not self._is_started and 0.0 < cost < inf:
+            self.credit, self._is_started = min(1.0 + 1.5 * (cost - 1.0), MOST_AT_START), True
 
     def _follow(self, jobs: Sequence[int]) -> None:
         """Keep what is known of these jobs, in this order; new ones begin like those before them."""
@@ -344,8 +350,8 @@ class Adaptive:
         base, cost = self.costs.of(batch, 0, 0), self.costs.of(batch, asked, width)
         if inf in (base, cost):
             return
-        if not self._is_started and choice.n:
-            self.credit, self._is_started = min(1.0 + 1.5 * (cost / base - 1.0), MOST_AT_START), True
+        if choice.n:
+            self._start(cost / base)
         gain = (batch + sum(n_accepted)) / batch - cost / base
         if choice.n == 0:
             self.saved += EARN

@@ -161,6 +161,16 @@ def test_a_width_that_has_to_be_captured_must_win_that_back() -> None:
     assert Costs().newness(1, 1, 3) == 0.0  # nothing is known of what captures cost
 
 
+def test_where_times_were_taken_before_drafts_begin_at_once() -> None:
+    policy = Adaptive([N_MAX])
+    policy.forced.extend(policy.start_steps())
+    while policy.forced:
+        choice = policy.choose([0], [N_MAX])
+        policy.record([0], choice, choice.lengths, [0], [0], COSTS["block"](1, choice.n))
+    policy.forget_texts()
+    assert policy.choose([1], [N_MAX]).n > 0
+
+
 def test_a_new_text_is_looked_at_sooner() -> None:
     """After a long useless one; each of many short useless texts still costs three percent at most."""
     policy, ms = Adaptive([N_MAX]), 0.0
