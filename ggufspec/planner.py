@@ -18,7 +18,8 @@ from .admission import N_ON_DEVICE
 from .cache import Cache, KVLayer, RecurrentLayer
 from .capture import tensors_of
 from .drafters import DraftOptions
-from .drafters.dflash import DFlash, load_backbone
+from .drafters.backbone import load_backbone
+from .drafters.dflash import DFlash
 from .drafters.dflash_config import read_dflash_config
 from .drafters.load import borrows_head, row_limit, whole_head
 from .drafters.mtp import Mtp

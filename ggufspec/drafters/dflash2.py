@@ -11,7 +11,8 @@ from ..kernels.matmul import PackedWeight, WeightGroup, matmul
 from ..kernels.select import selector_walk, top_k
 from ..weights import Weights
 from . import DraftOptions
-from .dflash import Backbone, Block, BlockDrafter
+from .backbone import Backbone, Block
+from .dflash import BlockDrafter
 
 
 class DFlash2(BlockDrafter):

@@ -12,7 +12,8 @@ from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.select import confidences, markov_chain, markov_tokens
 from ..weights import Weights
 from . import DraftOptions
-from .dflash import Backbone, Block, BlockDrafter
+from .backbone import Backbone, Block
+from .dflash import BlockDrafter
 from .scores import first_share
 
 

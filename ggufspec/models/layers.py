@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import Cache
 from ..errors import FileError, UnsupportedError
 from ..kernels.attention import AttentionSpec, attend_prepared
-from ..kernels.fused import GatedPair, Tail, added, enter, gated, split, tail
+from ..kernels.fused import GatedPair, Tail, added, gated, split, tail
 from ..kernels.kv import norm_rope_store
 from ..kernels.matmul import Activation, WeightGroup, matmul
 from ..kernels.norm import rms_norm
@@ -56,11 +56,6 @@ class Addition:
         if after is None:
             return x + summed(addend), None
         return add_rms_norm(x, addend, after.weight, after.eps)
-
-
-def entered(x: Tensor, n: Activation | None, norm: Norm) -> Activation:
-    """The norm of a stream x [B, W, D], prepared, unless the layer before has made it."""
-    return enter(x.view(-1, x.shape[-1]), norm.weight, norm.eps) if n is None else n
 
 
 @dataclass
