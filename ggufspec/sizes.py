@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,17 @@ class Vector:
 
     shape: tuple[int, ...]
     device: torch.device
+    count: Callable[[int], None] | None = field(default=None, compare=False, repr=False)  # is told of copies' bytes
+
+    @property
+    def T(self) -> Vector:  # noqa: N802  # as a tensor calls it
+        return Vector(self.shape[::-1], self.device, self.count)
+
+    def contiguous(self) -> Vector:
+        """Only asked for where the order of elements changes: a copy, in float32."""
+        if self.count is not None:
+            self.count(4 * prod(self.shape))
+        return self
 
     def to(self, target: Any) -> Vector:
         return Vector(self.shape, target) if isinstance(target, torch.device) else self
@@ -95,7 +107,7 @@ class SizeWeights(Weights):
         size = 8 if info.layout.name in ("I32", "I64") else 4
         n = extent(rows, shape[0])
         self._add(device, name, size * prod((n, *shape[1:])))
-        return Vector((n, *shape[1:]), device)
+        return Vector((n, *shape[1:]), device, partial(self._add, device, name))
 
     def _alone(self, weight: PackedWeight) -> int:
         return packed_bytes(weight.type_name, weight.shape, weight.device.type == "cuda")

@@ -30,8 +30,8 @@ def assemble(weights: Weights, config: Config, placement: Placement, make_layer:
     layers = [make_layer(i, placement.layers[i]) for i in range(config.n_layers)]
     norm = weights.vector("output_norm.weight", (D,), placement.output)
     head_name = "output.weight" if weights.has("output.weight") else "token_embd.weight"
-    bounds = shard.bounds(V, HEAD_GRANULARITY)
-    rows = None if bounds is None or shard.size == 1 else [bounds[shard.rank]]  # whole: a tied head is packed once
+    bounds = shard.bounds(V, HEAD_GRANULARITY) if shard.size > 1 else None
+    rows = None if bounds is None else [bounds[shard.rank]]  # whole: a tied head is packed once
     head = Head(weights.group(placement.output, Part.of(head_name, (V, D), rows)), shard, bounds)
     if cache_layers is None:
         cache_layers = [kv_layer(weights, config, i, placement.layers[i], shard) for i in range(config.n_layers)]
