@@ -102,8 +102,11 @@ _scratch: dict[torch.device, Tensor] = {}
 def scratch(n: int, device: torch.device) -> Tensor:
     """n float16 of the device's one buffer for unpacked weights: what a product reads until the next is queued.
 
-    One stream a device uses it, that of the model's forward.
+    One stream a device uses it, that of the model's forward. A graph being captured gets memory of its own: it would
+    go on writing to a buffer that has been replaced by a larger one.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.empty(n, dtype=torch.float16, device=device)
     held = _scratch.get(device)
     if held is None or held.numel() < n:
         _scratch.pop(device, None)
