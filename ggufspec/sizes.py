@@ -91,6 +91,13 @@ class SizeWeights(Weights):
             self._groups[named, device] = WeightGroup(weights)
         return self._groups[named, device]
 
+    def subgroup(self, name: str, group: WeightGroup, start: int) -> WeightGroup:
+        weights = group.weights[start:]
+        device = weights[0].device
+        stays = [not (device.type == "cuda" and has_arrays(w.type_name)) for w in weights]
+        self._add(device, name, self._fused(weights, stays))
+        return WeightGroup(weights)
+
     def pair(self, device: torch.device, gate: Part, up: Part) -> GatedPair:
         weights = self._pack(gate, device), self._pack(up, device)
         first, second = weights

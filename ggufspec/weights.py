@@ -121,6 +121,13 @@ class Weights:
         """Gate and up matrices of one shape, of a gated feed-forward layer."""
         return join(self._pack(gate, device), self._pack(up, device))
 
+    def subgroup(self, name: str, group: WeightGroup, start: int) -> WeightGroup:
+        """A group's weights from number `start` on, also as a group of their own; on CUDA these are copies.
+
+        name: of the tensor in whose block they are counted.
+        """
+        return fuse(group.weights[start:])
+
     def vector(self, name: str, shape: Sequence[int], device: torch.device,
                rows: Sequence[Range] | None = None) -> Tensor:
         """A small tensor as float32 (integers stay int64) of `shape`, or the given ranges of its first dimension."""

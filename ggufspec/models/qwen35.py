@@ -15,7 +15,7 @@ from ..kernels import gdn
 from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.gdn import GdnSpec, GdnWeights
 from ..kernels.kv import KV, norm_rope_store, store_raw
-from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, matmul
+from ..kernels.matmul import Activation, PackedWeight, WeightGroup, matmul
 from ..kernels.norm import rms_norm
 from ..kernels.prepared import gated_norm, rms_norm_pair
 from ..kernels.rope import RopeSpec
@@ -345,7 +345,7 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
     return MtpBlock(
         block,
         weights.group(device, (f"{name}.nextn.eh_proj.weight", (D, 2 * D))),
-        fuse(block.mixer.inputs.weights[1:]),
+        weights.subgroup(f"{name}.attn_k.weight", block.mixer.inputs, 1),
         weights.vector(f"{name}.nextn.enorm.weight", (D,), device),
         weights.vector(f"{name}.nextn.hnorm.weight", (D,), device),
         Norm(norm, config.layer_norm_rms_epsilon),
