@@ -244,7 +244,8 @@ def tables(results: Data) -> Iterator[str]:
             yield "| rows | gathered | peer memory | same bits |\n|---|---|---|---|"
             for T, equal in found["equal"].items():
                 us = found["us"].get(T, {})
-                yield f"| {T} | {number(us.get('gathered'), 1)} | {number(us.get('peer'), 1)} | {all(equal)} |"
+                same = all(equal) if found["link"] else "no peer memory"
+                yield f"| {T} | {number(us.get('gathered'), 1)} | {number(us.get('peer'), 1)} | {same} |"
     runs = results.get("tokens", {}).get("runs", {})
     if runs:
         yield "\n| split | streams | with the tokens of one device |\n|---|---|---|"
