@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ggufspec.kernels.matmul import repack
-from ggufspec.kernels.matmul.cuda import Config, Launch, capability
-from ggufspec.kernels.matmul.narrow import RESERVED_BYTES, Step, card, cut, launch_steps
+from ggufspec.kernels.matmul.cuda import MOST_PARTS, Config, Launch, capability
+from ggufspec.kernels.matmul.narrow import RESERVED_BYTES, Step, card, cut, forms_of, launch_steps
 
 TOKENS = 16  # more take a launch a product
 TILES = (8, 16)
+STEPS = 5  # of a layer's tail, where the next layer's first weights have two types
 
 
 @functools.cache
@@ -45,7 +46,8 @@ def stages(launches: Sequence[Launch], n_tokens: int, index: int | None) -> int:
     configs = {replace(launch.config, ST=0) for launch in launches}
     if n_tokens > TOKENS or max(len({form.low for form in forms}), len(kinds), len(configs)) > 1:
         return 0
-    if capability(index) < (8, 0):
+    highs = {form.high for form in forms} - {0}
+    if launches[0].config.whole or len(forms_of(launches)) > 2 or len(highs) > 1 or capability(index) < (8, 0):
         return 0
     config = launches[0].config
     _, shared, most = card(index)
@@ -61,8 +63,11 @@ def run(steps: Sequence[Step], pdl: bool | None = None) -> None:
     n_tokens, index, config = a.rows.shape[0], a.rows.device.index, launches[0].config
     n_programs = config.per_sm * card(index)[0]
     shares = [cut(n.padded_rows, n.n_super_blocks, config, n_programs) for n in launches]
+    steps = [*steps]
+    while len(steps) < STEPS:  # of no work: launches of fewer products run the same code
+        steps.append(replace(steps[-1], waits=False))
+        shares.append(replace(shares[-1], n_units=0))
     tile = next(n for n in TILES if n >= n_tokens)
     n_stages = stages(launches, n_tokens, index)
     pdl = capability(index) >= (9, 0) if pdl is None else pdl
-    parts = [share.n_parts for share in shares]
-    launch_steps(steps, shares, parts, n_programs, tile, n_stages, config, counters(a.rows.device), pdl)
+    launch_steps(steps, shares, MOST_PARTS, n_programs, tile, n_stages, config, counters(a.rows.device), pdl)

@@ -9,13 +9,14 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ggufspec.kernels.matmul import repack
 from ggufspec.kernels.matmul.cuda import MOST_PARTS, TOKEN_TILES, Config, Launch, block_bytes_of, capability
+from ggufspec.kernels.matmul.product import ENDS, Product, hide
 from ggufspec.kernels.matmul.weight import Activation, Normed
 
 
@@ -98,44 +99,8 @@ class Step:
     waits: bool = False
 
 
-class Product(NamedTuple):
-    """A step as the kernel takes it; see `gluon.narrow`."""
-
-    low: Tensor
-    high: Tensor
-    scale: Tensor
-    extra: Tensor
-    x: Tensor
-    x_scale: Tensor
-    out: Tensor
-    row_start: Tensor
-    row_width: Tensor
-    partial: Tensor
-    arrived: Tensor
-    squares: Tensor
-    next_power: Tensor
-    stream: Tensor
-    weight: Tensor
-    power: Tensor
-    stream_out: Tensor
-    out_side: Tensor
-    S: int
-    rows: int
-    units: int
-    n_units: int
-    per_program: int
-    out_scale: float
-    min_scale: int
-    min_bias: int
-    n_squares: int
-    columns: float
-    eps: float
-    n_out: int
-    out_width: int
-
-
-def product(step: Step, share: Cut, tile: int, n_parts: int) -> Product:
-    """tile: tokens a tile; n_parts: parts a tile may be in."""
+def product(step: Step, share: Cut, tile: int, n_parts: int, form: int, extra: Tensor) -> Product:
+    """tile: tokens a tile; n_parts: parts a tile may be in; form: of the launch's; extra: for a missing array."""
     from ggufspec.kernels.matmul.ptx import pair
 
     launch, a, end, parts = step.launch, step.a, step.end, step.launch.parts
@@ -145,24 +110,25 @@ def product(step: Step, share: Cut, tile: int, n_parts: int) -> Product:
     power = launch.shift - 24
     minimum = 2.0**power if repack.FORMS[launch.type_name].scale == "half_min" else -(2.0**power)
     assert a.scale is not None
-    norm = a.norm or Normed(a.scale.new_empty(0, 1), a.scale, 0.0)
-    others = (end.none if t is None else t for t in (end.stream, end.weight, end.power, end.stream_out, end.side))
-    return Product(
-        low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
-        a.rows, a.scale, end.out, launch.row_start, launch.row_width,
+    none, norm = a.scale, a.norm
+    is_rows = end.name == "rows"
+    return hide(Product(
+        low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", extra)),
+        a.rows, a.scale, none if norm is None else norm.squares, none if norm is None else norm.next_power,
+        end.out if is_rows else none, a.rows if is_rows else end.out,
+        *(none if t is None else t for t in (end.side, end.stream, end.stream_out, end.weight, end.power)),
+        launch.row_start, launch.row_width,
         torch.empty(n_partial, dtype=torch.float32, device=low.device), launch.arrived,
-        a.scale if a.norm is None else norm.squares, norm.next_power, *others,
+        2.0**-power, float(a.n_columns), 0.0 if norm is None else norm.eps, pair(minimum), pair(-1024 * minimum),
         launch.n_super_blocks, launch.padded_rows, share.units, share.n_units, share.per_program,
-        2.0**-power, pair(minimum), pair(-1024 * minimum), norm.squares.shape[0], float(a.n_columns), norm.eps,
-        end.n_out, end.out_width,
-    )  # fmt: skip
+        0 if norm is None else norm.squares.shape[0], end.n_out, end.out_width, form, ENDS[end.name], int(step.waits),
+    ))  # fmt: skip
 
 
-def line(step: Step, n_parts: int) -> str:
-    """The step's constants, as `gluon.FACTS` lists them."""
-    form = repack.FORMS[step.launch.type_name]
-    constants = form.low, form.high, form.scale, form.offset, step.end.name, n_parts, n_squares(step.a)
-    return " ".join(map(str, (*constants, int(step.waits))))
+def forms_of(launches: Sequence[Launch]) -> list[str]:
+    """The launches' forms, each once, as the kernel's constants say them."""
+    forms = [repack.FORMS[launch.type_name] for launch in launches]
+    return sorted({f"{form.low} {form.high} {form.scale} {form.offset}" for form in forms})
 
 
 def n_squares(a: Activation) -> int:
@@ -181,16 +147,23 @@ def plan(
 
 
 def launch_steps(
-    steps: Sequence[Step], shares: Sequence[Cut], n_parts: Sequence[int], n_programs: int, tile: int, stages: int,
+    steps: Sequence[Step], shares: Sequence[Cut], n_parts: int, n_programs: int, tile: int, stages: int,
     config: Config, sync: Tensor, pdl: bool,
 ) -> None:  # fmt: skip
     from ggufspec.kernels.matmul.gluon import narrow
 
-    n_tokens = steps[0].a.rows.shape[0]
-    products = tuple(product(step, share, tile, n) for step, share, n in zip(steps, shares, n_parts))
+    n_tokens, launches = steps[0].a.rows.shape[0], [step.launch for step in steps]
+    forms = forms_of(launches)
+    extras = [launch.parts[k] for launch in launches for k in ("d", "min") if k in launch.parts]
+    extra = extras[0] if extras else launches[0].parts["low"]
+    products = tuple(
+        product(step, share, tile, n_parts, forms.index(*forms_of([step.launch])), extra)
+        for step, share in zip(steps, shares)
+    )
     narrow[(n_programs, -(-n_tokens // tile))](
         products, sync, n_tokens,
-        STEPS="\n".join(line(step, n) for step, n in zip(steps, n_parts)), N=tile,
+        FORMS="\n".join(forms), ENDS=" ".join(map(str, sorted({ENDS[step.end.name] for step in steps}))), PARTS=n_parts,
+        SQUARES=max(n_squares(step.a) for step in steps), N_STEPS=len(steps), N=tile,
         KW=config.KW, WM=config.WM, MT=config.MT, ST=stages, PDL=pdl,
         num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
         enable_fp_fusion=True,
@@ -207,7 +180,7 @@ def start(step: Step, config: Config | None = None, pdl: bool | None = None, n_p
     share, tile, stages = plan(index, launch.padded_rows, launch.n_super_blocks, block_bytes, n_tokens, config)
     pdl = capability(index) >= (9, 0) if pdl is None else pdl
     n_parts = max(n_parts, share.n_parts)
-    launch_steps([step], [share], [n_parts], share.n_programs, tile, stages, config, launch.arrived, pdl)
+    launch_steps([step], [share], n_parts, share.n_programs, tile, stages, config, launch.arrived, pdl)
 
 
 # ---- steps
