@@ -345,13 +345,13 @@ def unpack(
     m0 = first + gl.program_id(0) * M
     limit = gl.minimum(first + count, rows)
     at = block * rows + m0
-    w_ptrs, _ = tile_pointers(low, rows, LW, 1, M, 8 * LOW)
+    w_ptrs = tile_pointers(low, rows, LW, 1, M, 8 * LOW)
     m_w = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LW))), 0, 2)
     words = low_words(gl.load(w_ptrs + at * (8 * LOW), mask=m0 + m_w < limit, other=0), LOW)
     highs = words
     if HIGH:
         LH: gl.constexpr = high_layout(HIGH, 1, WM, MT)
-        h_ptrs, _ = tile_pointers(high, rows, LH, 1, M, 8 * HIGH)
+        h_ptrs = tile_pointers(high, rows, LH, 1, M, 8 * HIGH)
         m_h = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LH))), 0, 2)
         highs = high_words(gl.load(h_ptrs + at * (8 * HIGH), mask=m0 + m_h < limit, other=0), HIGH)
     m_c = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LC))), 0, 2)
