@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import Cache
 from ..errors import FileError, UnsupportedError
 from ..kernels.attention import AttentionSpec, attend_prepared
-from ..kernels.fused import GatedPair, Tail, added, gated, split, tail
+from ..kernels.fused import GatedPair, added, gated, split
 from ..kernels.kv import norm_rope_store
 from ..kernels.matmul import Activation, WeightGroup, matmul
 from ..kernels.norm import rms_norm
@@ -68,10 +68,6 @@ class FeedForward:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        return self.gate_bias is None and self.up_bias is None and self.down.is_plain
-
     @classmethod
     def load(cls, weights: Weights, block: str, D: int, F: int, device: torch.device, shard: Shard,
              gelu: bool = False, post_norm: Norm | None = None) -> FeedForward:
@@ -106,11 +102,6 @@ def close(x: Tensor, a: Activation, output: Addition, norm: Norm, ffn: FeedForwa
 
     before: the block's own first norm. Returns the stream [B, W, D] and the opening of the layer that follows.
     """
-    if after is not None and output.is_plain and ffn.is_plain:
-        weights = Tail(output.weight, norm.weight, ffn.gate_up, ffn.gelu, ffn.down.weight, after.norm.weight,
-                       after.weights, norm.eps, after.norm.eps)
-        total, n, products = tail(x.view(-1, x.shape[-1]), a, weights, before)
-        return total.view(x.shape), Opened(n, products)
     x, inner = output(x, a, before, norm)
     assert inner is not None
     x, following = ffn(x, inner, None if after is None else after.norm)

@@ -4,7 +4,6 @@
     q, k, v = matmul(n, qkv)
     x, n = added(x, a, output, ffn_norm, eps, n)          # x + a Wo, and its norm
     x, n = added(x, gated(n, gate_up), down, next_norm, eps, n)
-    x, n, (q, k, v) = tail(...)                           # the last three and the next layer's first: one launch
 
 The norm of such an input is finished by the product that takes it: rows are x * weight / 2^e, and the row's mean square
 arrives as partial sums of the tiles that wrote it. 2^e follows the row's size one norm earlier.
@@ -14,10 +13,10 @@ On the CPU, for prompt chunks, and where a kernel of its own is missing, the ste
 from torch import Tensor
 
 from ggufspec.kernels import prepared
-from ggufspec.kernels.fused.pair import EIGHT, GatedPair, Tail, join, split
+from ggufspec.kernels.fused.pair import EIGHT, GatedPair, join, split
 from ggufspec.kernels.matmul import Activation, WeightGroup, matmul
 
-__all__ = ["GatedPair", "Tail", "added", "enter", "gated", "join", "split", "tail"]
+__all__ = ["GatedPair", "added", "enter", "gated", "join", "split"]
 
 
 
@@ -67,16 +66,3 @@ def gated(a: Activation, pair: GatedPair, gelu: bool = False) -> Activation:
         return prepared.gated_columns(y, n_rows // 2, EIGHT, gelu)
     gate, up = split(a, pair)
     return prepared.geglu(gate, up) if gelu else prepared.swiglu(gate, up)
-
-
-def tail(x: Tensor, a: Activation, w: Tail, before: Activation) -> tuple[Tensor, Activation, tuple[Tensor, ...]]:
-    """The stream x [T, D] and the mixer's result a to the stream after the layer, its norm, and `following` of that."""
-    if before.norm is not None and is_narrow(x):
-        from ggufspec.kernels.fused import cuda
-
-        done = cuda.tail(x, a, w, before)
-        if done is not None:
-            return done
-    x, n = added(x, a, w.output, w.norm, w.eps, before)
-    x, n = added(x, gated(n, w.gate_up, w.gelu), w.down, w.following_norm, w.following_eps, n)
-    return x, n, matmul(n, w.following)

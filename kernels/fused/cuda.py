@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ggufspec.kernels.fused.pair import Tail
-from ggufspec.kernels.matmul import Activation, WeightGroup, chain, narrow
-from ggufspec.kernels.matmul.cuda import Launch, with_rest
+from ggufspec.kernels.matmul import Activation, WeightGroup, narrow
+from ggufspec.kernels.matmul.cuda import Launch
 from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
 from ggufspec.kernels.matmul.values import HEADROOM, row_place
 from ggufspec.kernels.matmul.weight import Normed
@@ -51,41 +50,9 @@ def added(
 ) -> tuple[Tensor, Activation]:
     assert before.norm is not None
     with torch.cuda.device(x.device):
-        step, out = narrow.added_step(group.launches[0], a, x.contiguous(), weight, eps, before.norm.next_power)
-        narrow.start(step)
-    return out
+        return narrow.run_added(group.launches[0], a, x.contiguous(), weight, eps, before.norm.next_power)
 
 
 def gated(a: Activation, launch: Launch, gelu: bool) -> Activation:
     with torch.cuda.device(a.rows.device):
-        step, out = narrow.gated_step(launch, a, gelu)
-        narrow.start(step)
-    return out
-
-
-def tail(
-    x: Tensor, a: Activation, w: Tail, before: Activation
-) -> tuple[Tensor, Activation, tuple[Tensor, ...]] | None:
-    """All products of a tail in one launch; None where its weights or this many rows need a launch each."""
-    pair, groups = w.gate_up.launch, (w.output, w.down)
-    if pair is None or any(len(group.launches) != 1 for group in groups):
-        return None
-    (first, down), index = (group.launches[0] for group in groups), x.device.index
-    if not chain.stages((first, pair, down, *w.following.launches), x.shape[0], index):
-        return None
-    assert before.norm is not None
-    with torch.cuda.device(x.device):
-        one, (x, n) = narrow.added_step(first, a, x.contiguous(), w.norm, w.eps, before.norm.next_power)
-        assert n.norm is not None
-        two, inner = narrow.gated_step(pair, n, w.gelu, waits=True)
-        three, (x, n) = narrow.added_step(
-            down, inner, x, w.following_norm, w.following_eps, n.norm.next_power, waits=True
-        )
-        steps, outs = [one, two, three], {}
-        for k, launch in enumerate(w.following.launches):
-            step, pieces = narrow.rows_step(launch, n, waits=k == 0)
-            steps.append(step)
-            outs.update(zip(launch.members, pieces))
-        chain.run(steps)
-        rest = with_rest(n, w.following, outs)
-    return x, n, rest
+        return narrow.run_gated(launch, a, gelu)

@@ -30,21 +30,6 @@ class GatedPair:
         return sum(p.numel() * p.element_size() for p in self.launch.parts.values())
 
 
-@dataclass(frozen=True)
-class Tail:
-    """The weights of a layer from its mixer's output on, up to the next layer's first product."""
-
-    output: WeightGroup  # [D, ..]
-    norm: Tensor  # [D], before the feed-forward layer
-    gate_up: GatedPair
-    gelu: bool
-    down: WeightGroup  # [D, F]
-    following_norm: Tensor  # [D]
-    following: WeightGroup  # [.., D]
-    eps: float
-    following_eps: float
-
-
 def join(gate: PackedWeight, up: PackedWeight) -> GatedPair:
     """One launch where a kernel for it exists: weights of one type in the kernels' arrays. Drop the ones given."""
     kernel = gate.device.type == "cuda" and gate.type_name == up.type_name and gate.shape[0] % EIGHT == 0

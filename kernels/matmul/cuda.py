@@ -31,8 +31,6 @@ MOST_PARTS = 8  # a tile's parts cross memory and are added at its end: few tile
 class Config:
     """How the narrow kernel cuts a launch; see `gluon.narrow`. per_sm: programs a multiprocessor runs at once.
 
-    whole: programs take whole tiles. Some then have more work than others, which costs little while memory is the
-    limit, and no parts are exchanged.
     Never a function of the number of tokens: the order of sums follows from it.
     """
 
@@ -41,7 +39,6 @@ class Config:
     MT: int = 2
     ST: int = 3
     per_sm: int = 2
-    whole: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -59,18 +56,21 @@ class Config:
         return min(self.ST if n_tokens <= 16 else 2, shared_bytes // stage)
 
 
-# by measurement on one H200, for types and cards without entries in `kernels.tune`; launches that are to be one
-# (`chain`) need one config
-USUAL = Config(WM=8, MT=1, ST=5, per_sm=2)
+# by measurement on one H200, for types and cards without entries in `kernels.tune`
+USUAL = Config(ST=4)
+SMALL = Config(MT=1, ST=3, per_sm=4)
+SMALL_BYTES = 32 << 20
 FLOATS = Config(MT=1, ST=3, per_sm=2)  # 16 bits a weight: stages are large
 
 
 def config_for(capability: tuple[int, int], type_name: str, rows: int, blocks: int, block_bytes: int) -> Config:
-    """The tuned config of the nearest shape, or a rule."""
+    """The tuned config of the nearest shape, or a rule: small launches want more and shorter programs."""
     tuned = tune.nearest(capability, type_name, rows, blocks)
     if tuned is not None:
         return Config(**tuned)
-    return FLOATS if block_bytes >= 2 * repack.BLOCK else USUAL
+    if block_bytes >= 2 * repack.BLOCK:
+        return FLOATS
+    return SMALL if rows * blocks * block_bytes < SMALL_BYTES else USUAL
 
 
 @dataclass(frozen=True)

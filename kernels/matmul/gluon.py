@@ -7,9 +7,6 @@ activations (m16n8k16, float32 sums). A quant becomes a float16 without conversi
 are a subnormal number, quant * 2^-24 (or 2^-20 four bits higher), and one packed fused multiply-add applies scale and
 minimum. So a weight costs 1.3 instructions.
 
-Several products may follow one another in one launch, each waiting for the one before at a barrier of all programs:
-the copies of a product's first weights start while the one before ends, so that memory never rests.
-
 A token's sums over K run in one order at every width, so its result does not depend on the tokens beside it.
 
 Source: the arithmetic is the block formats'; products are of float16 values, sums float32.
@@ -19,9 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from ggufspec.kernels.matmul.dialect import copy_async, reinterpret
-from ggufspec.kernels.matmul.epilogue import finish, normed_factor
-from ggufspec.kernels.matmul.forms import extra_words, form, has_extra, n_forms, with_high
+from ggufspec.kernels.matmul.dialect import barrier, copy_async, reinterpret
+from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place
 from ggufspec.kernels.matmul.fragments import (
     copy_layout,
     decode_scales,
@@ -35,296 +31,223 @@ from ggufspec.kernels.matmul.fragments import (
     tile_layout,
     weights_at,
 )  # fmt: skip
-from ggufspec.kernels.matmul.grid import leave, meet, release_dependents, wait_for_inputs
-from ggufspec.kernels.matmul.product import again, get, index_of, picked
 
 
 @gluon.jit
 def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr, n: gl.constexpr):
-    """Pointers [KW, M, n] to the first M rows in super-blocks 0..KW-1."""
+    """Pointers [KW, M, n] to the first M rows in super-blocks 0..KW-1, and those blocks' numbers [KW, 1, 1]."""
     kw = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, L))), 1, 2)
     m = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0, 2)
     j = expand(gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0, 1)
-    return base + ((kw * rows + m) * n + j)
+    return base + ((kw * rows + m) * n + j), kw
 
 
 @gluon.jit
-def fetch_array(shared, ptrs, L: gl.constexpr, stage, tile, block, live, rows, S):
-    """Start the copies of one array of a tile's rows in super-blocks block.. into a stage; zeros past the end."""
-    kw = expand(gl.arange(0, shared.shape[1], gl.SliceLayout(1, gl.SliceLayout(2, L))), 1, 2)
-    offset = (block * rows + tile * shared.shape[2]) * shared.shape[3]
-    copy_async(shared.index(stage), ptrs + offset, mask=(kw + block < S) & live)
+def fetch(copies, stage, tile, block, live, rows, S):
+    """Start the copies of a tile's rows in super-blocks block..block + KW - 1 into a stage; zeros past the end."""
+    for k in gl.static_range(len(copies)):
+        shared, ptrs, kw = copies[k]
+        offset = (block * rows + tile * shared.shape[2]) * shared.shape[3]
+        copy_async(shared.index(stage), ptrs + offset, mask=(kw + block < S) & live)
 
 
 @gluon.jit
-def sources(P, FORMS: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr):
-    """Where a product's weights are copied from: four arrays' pointers; those of arrays that no form has are low's."""
-    M: gl.constexpr = 16 * WM * MT
-    W: gl.constexpr = 8 * form(FORMS, 0, "LOW")
-    rows = get(P, "rows")
-    low = tile_pointers(get(P, "low"), rows, copy_layout(KW, WM, MT, W, 4), KW, M, W)
-    scale, high, extra = low, low, low
-    if W < 128:
-        scale = tile_pointers(get(P, "scale"), rows, copy_layout(KW, WM, MT, 4, 4), KW, M, 4)
-    if with_high(FORMS, 1) >= 0:
-        high = tile_pointers(get(P, "high"), rows, copy_layout(KW, WM, MT, 8, 4), KW, M, 8)
-    elif with_high(FORMS, 2) >= 0:
-        high = tile_pointers(get(P, "high"), rows, copy_layout(KW, WM, MT, 16, 4), KW, M, 16)
-    E: gl.constexpr = extra_words(FORMS)
-    if E == 1:
-        LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
-        extra = tile_pointers(get(P, "extra"), rows, LCD, KW, M, 1)
-    elif E == 4:
-        extra = tile_pointers(get(P, "extra"), rows, copy_layout(KW, WM, MT, 4, 4), KW, M, 4)
-    return low, scale, high, extra
-
-
-@gluon.jit
-def fetch_rest(ring, ptrs, stage, tile, block, live, rows, S, FORMS: gl.constexpr, i: gl.constexpr, KW: gl.constexpr,
-               WM: gl.constexpr, MT: gl.constexpr):  # fmt: skip
-    """The arrays that only the i-th form has."""
-    HIGH: gl.constexpr = form(FORMS, i, "HIGH")
-    E: gl.constexpr = extra_words(FORMS)
-    if HIGH or has_extra(FORMS, i):
-        if n_forms(FORMS) == 1 or live:
-            if HIGH:
-                fetch_array(ring[2], ptrs[2], copy_layout(KW, WM, MT, 8 * HIGH, 4), stage, tile, block, live, rows, S)
-            if E == 1 and has_extra(FORMS, i):
-                LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
-                fetch_array(ring[3], ptrs[3], LCD, stage, tile, block, live, rows, S)
-            elif E == 4 and has_extra(FORMS, i):
-                fetch_array(ring[3], ptrs[3], copy_layout(KW, WM, MT, 4, 4), stage, tile, block, live, rows, S)
-
-
-@gluon.jit
-def fetch(ring, ptrs, kind, stage, tile, block, live, rows, S, FORMS: gl.constexpr, KW: gl.constexpr,
-          WM: gl.constexpr, MT: gl.constexpr):  # fmt: skip
-    """Start the copies of a tile's rows in super-blocks block..block + KW - 1 into a stage. kind: the weights' form."""
-    W: gl.constexpr = 8 * form(FORMS, 0, "LOW")
-    fetch_array(ring[0], ptrs[0], copy_layout(KW, WM, MT, W, 4), stage, tile, block, live, rows, S)
-    if W < 128:
-        fetch_array(ring[1], ptrs[1], copy_layout(KW, WM, MT, 4, 4), stage, tile, block, live, rows, S)
-    for i in gl.static_range(n_forms(FORMS)):
-        fetch_rest(ring, ptrs, stage, tile, block, live & (kind == i), rows, S, FORMS, i, KW, WM, MT)
-
-
-@gluon.jit
-def advance(tile, block, KW: gl.constexpr, S):
+def step(tile, block, KW: gl.constexpr, S):
     """The next unit: further along K, or the next tile's first."""
     wraps = block + KW >= S
     return gl.where(wraps, tile + 1, tile), gl.where(wraps, 0, block + KW)
 
 
 @gluon.jit
-def share(P, M: gl.constexpr, PARTS: gl.constexpr):
-    """The units [start, stop) of a product that this program takes."""
-    program = gl.program_id(0)
-    if PARTS > 1:
-        stop = gl.minimum((program + 1) * get(P, "per_program"), get(P, "n_units"))
-        start = gl.minimum(program * get(P, "per_program"), stop)
-    else:
-        start = program * (get(P, "rows") // M) // gl.num_programs(0) * get(P, "units")
-        stop = (program + 1) * (get(P, "rows") // M) // gl.num_programs(0) * get(P, "units")
-    return start, stop
+def release_dependents():
+    """Programmatic dependent launch: let the next kernel start its prologue."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
-def first_unit(P, M: gl.constexpr, PARTS: gl.constexpr, KW: gl.constexpr):
-    """start, stop of this program's units, tile and first super-block of its first."""
-    start, stop = share(P, M, PARTS)
-    tile = start // get(P, "units")
-    return start, stop, tile, (start - tile * get(P, "units")) * KW
+def wait_for_inputs():
+    """Programmatic dependent launch: wait for the results of the kernels before."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
-@gluon.jit
-def multiplied(acc, ring, x_s, at, min_scale, min_bias, FORMS: gl.constexpr, i: gl.constexpr, N: gl.constexpr,
-               KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr):  # fmt: skip
-    """acc [KW, M, N] plus a stage's weights, of the i-th form, times its activations."""
-    LOW: gl.constexpr = form(FORMS, i, "LOW")
-    HIGH: gl.constexpr = form(FORMS, i, "HIGH")
-    SCALE: gl.constexpr = form(FORMS, i, "SCALE")
-    OFFSET: gl.constexpr = form(FORMS, i, "OFFSET")
-    M: gl.constexpr = 16 * WM * MT
-    MMA: gl.constexpr = acc.type.layout
-    LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
-    LC: gl.constexpr = gl.SliceLayout(3, LE)
-    zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
-    words = low_words(ring[0].index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
-    highs = words
-    if HIGH:
-        highs = high_words(ring[2].index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
-    own = ring[1].index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
-    if SCALE == "int8" or SCALE == "nibbles":
-        other = gl.expand_dims(ring[3].index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
-    elif SCALE == "half_min":
-        other = ring[3].index(at).load(LC)
-    else:
-        other = own
-    x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
-    scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
-    for t in gl.static_range(8):
-        b = x_tiles.index(t).permute([0, 2, 1]).load(gl.DotOperandLayout(1, MMA, 8))
-        a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
-        acc = mma_v2(gl.convert_layout(a, gl.DotOperandLayout(0, MMA, 8), assert_trivial=True), b, acc)
-    return acc
-
-
-@gluon.jit
-def one_step(
-    products, s, sync, met, T, token, at, ring, x_s, low_p, scale_p, high_p, extra_p,
-    FORMS: gl.constexpr, ENDS: gl.constexpr, PARTS: gl.constexpr, SQUARES: gl.constexpr, N_STEPS: gl.constexpr,
-    N: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr,
+@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares"])
+def narrow(
+    low, high, scale, extra, x, x_scale, out, row_start, row_width, partial, arrived,
+    squares, next_power, stream, weight, power, stream_out, out_side,
+    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
+    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
+    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    SQUARES: gl.constexpr, END: gl.constexpr,
 ):  # fmt: skip
-    """This program's share of product s, whose first ST - 1 copies are under way.
+    """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
 
-    at: the stage of its first unit. low_p..: what the copies ahead come from. Returns these for the next product, and
-    how often the programs have met.
+    Program (i, j): share i of the weights, tokens N j and on.
+
+    low, high, scale, extra: a form's arrays (extra: `d` or `min`). x: float16 [T, S * 256] in the arrays' column
+    order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
+    row's weight and that weight's number of rows (0: a padding row).
+
+    A tile has M = 16 WM MT rows, a unit KW of its `units` runs of super-blocks; a program takes units
+    [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile's parts
+    (at most PARTS) go through `partial`, and the program that arrives last (`arrived`, one counter a tile, zero before
+    and after) adds them in the order of K. Nothing here depends on T, so neither does the order of a token's sums.
+    PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
+
+    SQUARES > 0: the rows of x are not normed yet, see `normed_factor` (x_scale: their power). END says what becomes of
+    the products y:
+    "rows"   out, as above
+    "added"  stream + y to stream_out [T, n_out], float32; the same * weight / power to out, float16 in the arrays'
+             order, out_width a row; the sums of its squares by tile to out_side [tiles, T]
+    "silu", "gelu"  the tile's rows are pairs, see `gated`: activation(gate) * up / FIXED_SCALE to out likewise, n_out
+             columns; FIXED_SCALE to out_side [T]
     """
     M: gl.constexpr = 16 * WM * MT
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
-    LO: gl.constexpr = gl.SliceLayout(0, MMA)
-    LN: gl.constexpr = gl.SliceLayout(0, LO)
+    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
+    LC: gl.constexpr = gl.SliceLayout(3, LE)
+    W: gl.constexpr = 8 * LOW
+    H: gl.constexpr = 8 * HIGH if HIGH else 8
+    program = gl.program_id(0)
+    token = gl.program_id(1) * N
+    start = program * per_program
+    stop = gl.minimum(start + per_program, n_units)
+
+    LCW: gl.constexpr = copy_layout(KW, WM, MT, W, 4)
+    LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
+    LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
+    LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
     LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [KW, WM, 1], [2, 1, 0])
+    w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, W >= 32))
+    copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
+    if LOW < 16:
+        s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+        copies = copies + ((s_s,) + tile_pointers(scale, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
+    if HIGH:
+        h_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, H], shared_layout(KW, M, H, False))
+        copies = copies + ((h_s,) + tile_pointers(high, rows, LCH, KW, M, H),)  # type: ignore[assignment]
+    if SCALE == "int8" or SCALE == "nibbles":
+        e_s = gl.allocate_shared_memory(extra.dtype.element_ty, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
+        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCD, KW, M, 1),)  # type: ignore[assignment]
+    if SCALE == "half_min":
+        e_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+        copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
+    x_s = gl.allocate_shared_memory(gl.float16, [ST, KW, N, 256], rows_layout(KW, N))
     kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
     n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
     k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
-    inside = (token + n_x < T) & (k_x >= 0)
-    P = picked(products, s, N_STEPS)
-    S, rows, kind = get(P, "S"), get(P, "rows"), get(P, "form")
-    min_scale, min_bias = get(P, "min_scale"), get(P, "min_bias")
-    start, stop, tile, block = first_unit(P, M, PARTS, KW)
+    x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
 
-    if N_STEPS > 1:
-        if get(P, "waits") > 0:
-            met += 1
-            meet(sync, met)
-    n_row = token + gl.arange(0, N, LN)
-    factor = gl.load(get(P, "x_scale") + gl.minimum(n_row, T - 1))
-    if SQUARES:
-        if get(P, "n_squares") > 0:
-            normed = normed_factor(P, token, T, gl.program_id(0) == 0, N, SQUARES, KW * WM)
-            factor *= gl.convert_layout(normed, LN)
-    # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
-    x_ptrs = get(P, "x") + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
+    tile = start // units
+    block = (start - tile * units) * KW
     ahead_tile, ahead_block = tile, block
-    stage = at
     for i in gl.static_range(ST - 1):
-        mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
-        x_s.index(stage).store(gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0))
-        ahead_tile, ahead_block = advance(ahead_tile, ahead_block, KW, S)
-        stage = gl.where(stage == ST - 1, 0, stage + 1)
-
-    end = stop
-    x_block = ahead_block  # where the copies ahead stand in K: those of x stay with this product
-    ahead_rows, ahead_S, ahead_kind, left = rows, S, kind, stop - start - (ST - 1)
-    if N_STEPS > 1:
-        # the copies ahead run into the next product's first units, so a product lasts as long as they reach
-        end = gl.where(s == N_STEPS - 1, stop, gl.maximum(stop, start + (ST - 1)))
-    acc = gl.zeros([KW, M, N], gl.float32, MMA)
-    for unit in range(start, end):
-        async_copy.wait_group(ST - 2)
-        if N_STEPS > 1:
-            if (unit + (ST - 1) == end) & (s < N_STEPS - 1):
-                Q = picked(products, again(s) + 1, N_STEPS)
-                low_p, scale_p, high_p, extra_p = sources(Q, FORMS, KW, WM, MT)
-                next_start, next_stop, ahead_tile, ahead_block = first_unit(Q, M, PARTS, KW)
-                left = next_stop - next_start
-                ahead_rows, ahead_S, ahead_kind = get(Q, "rows"), get(Q, "S"), get(Q, "form")
-        # into the stage that the unit before this one has left
-        free = gl.where(at == 0, ST - 1, at - 1)
-        fetch(
-            ring, (low_p, scale_p, high_p, extra_p), ahead_kind, free, ahead_tile, ahead_block, left > 0,
-            ahead_rows, ahead_S, FORMS, KW, WM, MT,
-        )  # fmt: skip
-        ahead_tile, ahead_block = advance(ahead_tile, ahead_block, KW, ahead_S)
-        left -= 1
-        mask = inside & (kw_x + x_block < S) & (unit + (ST - 1) < stop)
-        copy_async(x_s.index(free), x_ptrs + x_block * 256, mask=mask)
-        x_block = gl.where(x_block + KW >= S, 0, x_block + KW)
+        fetch(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
         async_copy.commit_group()
-        if N_STEPS == 1 or unit < stop:
-            if n_forms(FORMS) == 1:
-                acc = multiplied(acc, ring, x_s, at, min_scale, min_bias, FORMS, 0, N, KW, WM, MT)
-            else:
-                if kind == 0:
-                    acc = multiplied(acc, ring, x_s, at, min_scale, min_bias, FORMS, 0, N, KW, WM, MT)
-                else:
-                    acc = multiplied(acc, ring, x_s, at, min_scale, min_bias, FORMS, 1, N, KW, WM, MT)
-            if (unit + 1 == stop) | (block + KW >= S):
-                y = gl.sum(acc, 0)
-                acc = gl.zeros([KW, M, N], gl.float32, MMA)
-                finish(picked(products, again(s), N_STEPS), y, factor, tile, token, T, N, M, PARTS, ENDS)
-            tile, block = advance(tile, block, KW, S)
-        at = gl.where(at == ST - 1, 0, at + 1)
-    return at, met, low_p, scale_p, high_p, extra_p
-
-
-@gluon.jit(do_not_specialize=["T"])
-def narrow(
-    products, sync, T,
-    FORMS: gl.constexpr, ENDS: gl.constexpr, PARTS: gl.constexpr, SQUARES: gl.constexpr, N_STEPS: gl.constexpr,
-    N: gl.constexpr, KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """All weight rows of one or more products times N tokens: each program takes an equal share of every product.
-
-    Program (i, j): share i of the weights, tokens N j and on; several products have one tile of tokens.
-
-    products: N_STEPS of `product.Product`, hidden. FORMS: their weights' forms, at most two, of one LOW. ENDS: their
-    endings. sync: two int32 zeros, zeros again afterwards.
-
-    A tile has M = 16 WM MT rows, a unit KW of its `units` runs of super-blocks. PARTS = 1: a program takes whole tiles,
-    as many as the others or one more. Else it takes units [per_program * i, per_program * (i + 1)) of n_units in all,
-    so its end can fall inside a tile. Such a tile's parts (at most PARTS) go through `partial`, and the program that
-    arrives last (`arrived`, one counter a tile, zero before and after) adds them in the order of K. Nothing here
-    depends on T, so neither does the order of a token's sums.
-    PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
-
-    SQUARES > 0: products with partial sums of squares have rows yet to be normed, see `normed_factor`.
-    """
-    M: gl.constexpr = 16 * WM * MT
-    W: gl.constexpr = 8 * form(FORMS, 0, "LOW")
-    E: gl.constexpr = extra_words(FORMS)
-    low_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, W >= 32))
-    scale_s, high_s, extra_s = low_s, low_s, low_s
-    if W < 128:
-        scale_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
-    if with_high(FORMS, 1) >= 0:
-        high_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 8], shared_layout(KW, M, 8, False))
-    elif with_high(FORMS, 2) >= 0:
-        high_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 16], shared_layout(KW, M, 16, False))
-    if E:
-        kind: gl.constexpr = products[0][index_of("extra")].dtype.element_ty
-        extra_s = gl.allocate_shared_memory(kind, [ST, KW, M, E], shared_layout(KW, M, E, False))
-    ring = (low_s, scale_s, high_s, extra_s)
-    x_s = gl.allocate_shared_memory(gl.float16, [ST, KW, N, 256], rows_layout(KW, N))
-
-    P = products[0]
-    token = gl.program_id(1) * N
-    low_p, scale_p, high_p, extra_p = sources(P, FORMS, KW, WM, MT)
-    start, stop, tile, block = first_unit(P, M, PARTS, KW)
-    for i in gl.static_range(ST - 1):
-        fetch(
-            ring, (low_p, scale_p, high_p, extra_p), get(P, "form"), i, tile, block, start + i < stop,
-            get(P, "rows"), get(P, "S"), FORMS, KW, WM, MT,
-        )  # fmt: skip
-        async_copy.commit_group()
-        tile, block = advance(tile, block, KW, get(P, "S"))
+        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
     if PDL:
         release_dependents()
         wait_for_inputs()
-    at, met, only = 0, 0, 0
-    if N_STEPS == 1:
-        one_step(
-            products, only, sync, met, T, token, at, ring, x_s, low_p, scale_p, high_p, extra_p,
-            FORMS, ENDS, PARTS, SQUARES, N_STEPS, N, KW, WM, MT, ST,
-        )  # fmt: skip
-    else:
-        for s in range(N_STEPS):
-            at, met, low_p, scale_p, high_p, extra_p = one_step(
-                products, s, sync, met, T, token, at, ring, x_s, low_p, scale_p, high_p, extra_p,
-                FORMS, ENDS, PARTS, SQUARES, N_STEPS, N, KW, WM, MT, ST,
-            )  # fmt: skip
-        leave(sync)
+    LO: gl.constexpr = gl.SliceLayout(0, MMA)
+    if SQUARES:
+        factor_row = normed_factor(
+            squares, x_scale, next_power, token, T, n_squares, columns, eps, program == 0, N, SQUARES, KW * WM
+        )
+        factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
+    # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
+    inside = (token + n_x < T) & (k_x >= 0)
+    ahead_tile, ahead_block = tile, block
+    for i in gl.static_range(ST - 1):
+        mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
+        x_s.index(i).store(gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0))
+        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+
+    zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
+    acc = gl.zeros([KW, M, N], gl.float32, MMA)
+    at = 0
+    for unit in range(start, stop):
+        async_copy.wait_group(ST - 2)
+        # into the stage that the unit before this one has left
+        free = gl.where(at == 0, ST - 1, at - 1)
+        live = unit + (ST - 1) < stop
+        fetch(copies, free, ahead_tile, ahead_block, live, rows, S)
+        mask = inside & (kw_x + ahead_block < S) & live
+        copy_async(x_s.index(free), x_ptrs + ahead_block * 256, mask=mask)
+        async_copy.commit_group()
+        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+        words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
+        highs = words
+        if HIGH:
+            highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
+        own = s_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
+        if SCALE == "int8" or SCALE == "nibbles":
+            other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
+        elif SCALE == "half_min":
+            other = e_s.index(at).load(LC)
+        else:
+            other = own
+        x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
+        scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
+        for t in gl.static_range(8):
+            b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
+            a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
+            acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
+        at = gl.where(at == ST - 1, 0, at + 1)
+        if (unit + 1 == stop) | (block + KW >= S):
+            y = gl.sum(acc, 0)
+            acc = gl.zeros([KW, M, N], gl.float32, MMA)
+            m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
+            n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
+            n = gl.expand_dims(n_row, 0)
+            here = (n < T) & (m >= 0)
+            first = tile * units // per_program
+            n_parts = ((tile + 1) * units - 1) // per_program - first + 1
+            last = n_parts == 1
+            place = gl.program_id(1) * (rows // M) + tile
+            slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)
+            # asked for now, to arrive while the parts are exchanged
+            if SQUARES:
+                factor = gl.expand_dims(factor_row, 0) * out_scale
+            else:
+                factor = gl.load(x_scale + gl.minimum(n, T - 1)) * out_scale
+            row = tile * M + m
+            if END == "rows":
+                width = gl.load(row_width + row)
+                begin = gl.load(row_start + row)
+            elif END == "added":
+                here = here & (row < n_out)
+                before = gl.load(stream + (n * n_out + row), mask=here, other=0.0)
+                gain = gl.load(weight + row, mask=row < n_out, other=0.0)
+                gain = gain / gl.load(power + n, mask=n < T, other=1.0)
+            if n_parts > 1:
+                gl.store(slots + (program - first) * (M * N), y, mask=n < T, cache_modifier=".cg")
+                barrier()
+                last = gl.atomic_add(arrived + place, 1) == n_parts - 1
+                if last:
+                    gl.store(arrived + place, 0)
+                    y = gl.load(slots, mask=n < T, other=0.0, cache_modifier=".cg")
+                    for k in gl.static_range(1, PARTS):
+                        y += gl.load(slots + k * (M * N), mask=(n < T) & (k < n_parts), other=0.0, cache_modifier=".cg")
+            if last:
+                y = y * factor
+                if END == "rows":
+                    gl.store(out + (begin * (T - 1) + row + n * width), y, mask=here & (width > 0))
+                elif END == "added":
+                    total = before + y
+                    gl.store(stream_out + (n * n_out + row), total, mask=here)
+                    gl.store(out + (n * out_width + row_place(row)), half(total * gain), mask=here)
+                    of_tile = gl.sum(gl.where(here, total * total, 0.0), 0)
+                    gl.store(out_side + (tile * T + n_row), of_tile, mask=n_row < T)
+                else:
+                    inner = (tile * M + m) // 16 * 8 + m % 8
+                    to = gl.where(here & (inner < n_out), n * out_width + row_place(inner), -1)
+                    to, _ = pair(to, M, N)
+                    gl.store(out + to, half(gated(y, END == "gelu", M, N) * (1.0 / FIXED_SCALE)), mask=to >= 0)
+                    if tile == 0:
+                        fixed = gl.full([N], FIXED_SCALE, gl.float32, gl.SliceLayout(0, LO))
+                        gl.store(out_side + n_row, fixed, mask=n_row < T)
+        tile, block = step(tile, block, KW, S)
 
 
 @gluon.jit(do_not_specialize=["S", "first", "count", "min_scale", "min_bias"])
@@ -345,13 +268,13 @@ def unpack(
     m0 = first + gl.program_id(0) * M
     limit = gl.minimum(first + count, rows)
     at = block * rows + m0
-    w_ptrs = tile_pointers(low, rows, LW, 1, M, 8 * LOW)
+    w_ptrs, _ = tile_pointers(low, rows, LW, 1, M, 8 * LOW)
     m_w = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LW))), 0, 2)
     words = low_words(gl.load(w_ptrs + at * (8 * LOW), mask=m0 + m_w < limit, other=0), LOW)
     highs = words
     if HIGH:
         LH: gl.constexpr = high_layout(HIGH, 1, WM, MT)
-        h_ptrs = tile_pointers(high, rows, LH, 1, M, 8 * HIGH)
+        h_ptrs, _ = tile_pointers(high, rows, LH, 1, M, 8 * HIGH)
         m_h = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LH))), 0, 2)
         highs = high_words(gl.load(h_ptrs + at * (8 * HIGH), mask=m0 + m_h < limit, other=0), HIGH)
     m_c = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LC))), 0, 2)

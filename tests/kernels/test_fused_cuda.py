@@ -96,37 +96,3 @@ def test_rows_beyond_float16_keep_their_norm():
         want = x.double() + a.double() @ o.T
         (y,) = mm.matmul(n2, group)
         assert far(y, (want * want.square().mean(-1, keepdim=True).rsqrt()) @ o.T) < 2e-3, size
-
-
-@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", ("Q4_K",)), ("Q4_K", "Q6_K", ("Q6_K", "Q4_K")),
-                                   ("Q8_0", "Q8_0", ("Q8_0",)), ("Q4_K", "Q5_K", ("Q4_K", "F32"))])  # fmt: skip
-@pytest.mark.parametrize("D, F", [(5120, 17408), (512, 1536)])
-def test_a_tail_has_the_bits_of_its_products_one_by_one(types, D, F, monkeypatch):
-    first, last, ins = types
-    (gate, _), (up, _) = weight(first, F, D, 1), weight(first, F, D, 2)
-    (out, _), (down, _) = weight(first, D, 512, 3), weight(last, D, F, 4)
-    following = mm.fuse([weight(t, rows, D, 5 + k)[0] for k, (t, rows) in enumerate(zip(ins, (2048, 96)))])
-    w1, w2, w3 = ((torch.rand(D, device="cuda") + 0.5) * size for size in (1.0, 0.05, 1.0))
-    tail = fused.Tail(mm.fuse([out]), w2, fused.join(gate, up), False, mm.fuse([down]), w3, following, EPS, EPS)
-    x, a = torch.randn(24, D, device="cuda"), torch.randn(24, 512, device="cuda")
-
-    def layer(n_tokens: int):
-        n = fused.enter(x[:n_tokens], w1, EPS)
-        mm.matmul(n, following)
-        y, n, outs = fused.tail(x[:n_tokens], mm.prepare(a[:n_tokens]), tail, n)
-        return (y, n.norm.squares, n.norm.next_power, *outs)
-
-    from ggufspec.kernels.matmul import chain
-
-    launches = [tail.output.launches[0], tail.gate_up.launch, tail.down.launches[0], *following.launches]
-    assert chain.stages(launches, 16, x.device.index) >= 2
-    assert all(t.isfinite().all() for t in layer(8))
-    together = {n: [layer(n) for _ in range(20)][-1] for n in (1, 2, 5, 8, 9, 16)}
-    whole = layer(24)  # too many for one launch
-    monkeypatch.setattr(chain, "TOKENS", 0)
-    for n, results in together.items():
-        for y, alone, part in zip(results, layer(n), whole):
-            assert torch.equal(y, alone), n
-            rows = part[:, :n] if part.shape[0] != 24 else part[:n]
-            assert torch.equal(y, rows), n
-    assert not chain.counters(x.device).any()
