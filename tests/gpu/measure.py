@@ -309,6 +309,7 @@ def server(session: Session, data: Data) -> Iterator[str]:
     }
     for name, options in modes.items():
         argv = ["-m", session.paths["target"], "-np", str(max(counts)), "-c", str(512 * max(counts)), *options]
+        argv.append("--no-warmup")  # would capture every number of streams
         with serving_rate.Server(argv, session.out / f"server-{name.replace(' ', '-')}.log") as started:
             yield f"{name}: ready after {started.ready_s:.1f} s"
             for n in counts:
