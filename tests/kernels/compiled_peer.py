@@ -1,4 +1,4 @@
-"""Compile the sums for four generations of cards; run as a process of its own by test_peer.py."""
+"""Compile the sums for four generations of cards; run as a process of its own by test_peer_sums.py."""
 
 import torch
 from compiling import compiling
