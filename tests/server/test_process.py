@@ -23,7 +23,7 @@ class Process:
     """A started server; `address` comes from its log."""
 
     def __init__(self, *argv, model=None, tls=False):
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}  # not the source folder: see conftest
         small = ["--port", "0", "-c", "1024", "-np", "2", "--device", "none"]
         arguments = ["-m", str(model or target_path()), *small, *argv]
         self.process = subprocess.Popen(RUN + arguments, stderr=subprocess.PIPE, text=True, env=environ)
@@ -31,7 +31,7 @@ class Process:
         self.address = ""
         self._found = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
-        assert self._found.wait(60), self.log
+        assert self._found.wait(60) and self.address, self.log
         verify = ssl._create_unverified_context() if tls else True
         self.client = httpx.Client(base_url=self.address, timeout=60, verify=verify)
         end = time.monotonic() + 90
