@@ -36,6 +36,12 @@ class UnknownCommand(click.UsageError):
 class CommandTable(click.Group):
     """Imports a subcommand's module only when that subcommand runs: `ggufspec --help` needs no torch."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:  # click's releases differ here: some call the whole help an error
+            click.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name in COMMANDS if importlib.util.find_spec(f"ggufspec.tools.{name}")]
 

@@ -19,6 +19,12 @@ def test_every_listed_command_loads():
     assert {"cli", "server", "perplexity", "quantize", "inspect"} <= set(table.list_commands(click.Context(table)))
 
 
+def test_no_command_shows_the_help(capsys):
+    assert main.run([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("Usage: ggufspec") and "perplexity" in shown.err
+
+
 def test_help_needs_neither_torch_nor_a_command_module():
     code = (
         "import sys; from ggufspec.tools.main import run; status = run(['--help']);"
