@@ -73,7 +73,7 @@ def run(*argv, timeout=90):
         (("-m", "nothing.gguf"), "nothing.gguf"),
         (("-m", __file__), "test_process.py"),
         (("-m", "x", "--slot-save-path", "/nowhere"), "not a directory: /nowhere"),
-        (("-m", "x", "--api-key-file", "/nowhere"), "--api-key-file /nowhere: cannot be read (No such file or directory)"),
+        (("-m", "x", "--api-key-file", "/nowhere"), "--api-key-file /nowhere: cannot be read (No such file"),
         (("-m", "x", "--ssl-key-file", __file__), "--ssl-key-file and --ssl-cert-file go together"),
         (("-m", "x", "--spec-type", "draft-mtp", "--spec-draft-p-min", "7"), "invalid value 7: expected 0 to 1"),
         (("-m", "x", "--nonsense"), "invalid argument: --nonsense"),

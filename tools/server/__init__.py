@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ggufspec.errors import ConfigError, GgufspecError
-from ggufspec.tools.option_values import reason
 from ggufspec.tools.command import OptionCommand
+from ggufspec.tools.option_values import reason
 from ggufspec.tools.settings import ServerSettings, Settings
 
 log = logging.getLogger("ggufspec.server")
