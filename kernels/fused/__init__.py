@@ -19,7 +19,6 @@ from ggufspec.kernels.matmul import Activation, WeightGroup, matmul
 __all__ = ["GatedPair", "added", "enter", "gated", "join", "split"]
 
 
-
 def is_narrow(x: Tensor) -> bool:
     """Whether rows on x's device, as many as x has, go through the narrow kernel."""
     if not x.is_cuda:

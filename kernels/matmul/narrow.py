@@ -2,7 +2,7 @@
 
     run(launch, a)                                  products, float32, one tensor a weight
     run_added(launch, a, stream, weight, before)    stream + product, and that as the next product's normed input
-    run_gated(launch, a, gelu)                      activation(gate) * up of a launch of `cuda.pair_rows`, prepared
+    run_gated(launch, a, gelu)                      activation(gate) * up of a launch of `cuda.interleave`, prepared
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""One rank of the sums in Triton's interpreter: processes that share their inboxes on the CPU. Run by test_peer_sums.py.
+"""One rank of the sums in Triton's interpreter: processes that share their inboxes on the CPU (see test_peer_sums.py).
 
     python peer_rank.py RANK OUT CALLS INBOX...        calls: rows and columns of each; inboxes: files that all map
 """

@@ -9,7 +9,7 @@ import torch
 from compiling import compiling
 from random_blocks import random_raw
 
-from ggufspec.kernels.matmul import cuda, repack
+from ggufspec.kernels.matmul import cuda, narrow, repack, wide
 from ggufspec.kernels.matmul.decode import DECODERS, decode
 from ggufspec.kernels.matmul.weight import PackedWeight
 
@@ -69,9 +69,10 @@ def test_kernels_compile(capability, monkeypatch):
     from ggufspec.kernels.matmul import triton
 
     # a card with the shared memory of a consumer one: Q8_0 at 32 tokens must find a smaller tile
-    monkeypatch.setattr(cuda, "card", lambda index: (68, 100 << 10, 99 << 10))
-    monkeypatch.setattr(cuda, "capability", lambda index: divmod(capability, 10))
-    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: torch.zeros(a.shape[0], b.shape[1]))
+    monkeypatch.setattr(narrow, "card", lambda index: (68, 100 << 10, 99 << 10))
+    for module in (cuda, narrow, wide):
+        monkeypatch.setattr(module, "capability", lambda index: divmod(capability, 10))
+    monkeypatch.setattr(wide, "product", lambda a, w, factor, out: None)  # the library's
     with compiling(capability) as names:
         for type_name in ("Q4_K", "Q6_K", "Q8_0", "BF16", "IQ4_XS", "Q3_K", "Q2_K", "F32"):
             group = cuda.fuse((weights(type_name)[-1],))
