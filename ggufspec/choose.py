@@ -16,6 +16,7 @@ from torch import Tensor
 from .errors import RequestError
 from .grammar import GrammarState
 from .job import TokenOut
+from .kernels.select import argmax
 from .rows import Rows
 from .sampling import RowParams, SamplerState, SamplingParams, bind, sample_rows
 from .sampling import device as device_sampling
@@ -43,6 +44,7 @@ class Choices:
 
 
 MAX_BIASES = 1024  # logit biases of a request that the simple path takes
+PADDING = SamplingParams(temperature=0.0)  # of entries whose choices nobody reads
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Chooser:
         self.is_eog = torch.zeros(n_vocab, dtype=torch.bool, device=device)
         if tokenizer.eog:
             self.is_eog[torch.tensor(sorted(tokenizer.eog), device=device)] = True
-        self._plans: tuple[list[int], dict[int, Plan | None]] = [], {}  # jobs, and their plans by width
+        # jobs, and their plans by width and padding
+        self._plans: tuple[list[int], dict[tuple[int, int], Plan | None]] = [], {}
 
     def bind(self, params: SamplingParams) -> SamplingParams:
         return bind(params, self.tokenizer)
@@ -144,23 +147,28 @@ class Chooser:
 
     # -- paths -------------------------------------------------------------------------------------------------
 
-    def plan(self, slots: Sequence[Slot], W: int) -> Plan | None:
-        """How these slots' rows can be sampled without the host, or None. Kept while the same jobs run."""
+    def plan(self, slots: Sequence[Slot], W: int, n_padding: int = 0) -> Plan | None:
+        """How these slots' rows can be sampled without the host, or None. Kept while the same jobs run.
+
+        n_padding: entries after the slots', of which any choice will do.
+        """
         jobs = [slot.job for slot in slots if slot.job is not None]
         ids = [job.id for job in jobs]
         if self._plans[0] != ids:
             self._plans = ids, {}
         plans = self._plans[1]
-        if W not in plans:
-            plans[W] = self._make_plan(slots, [job.request.sampling for job in jobs], W)
-        return plans[W]
+        key = W, n_padding
+        if key not in plans:
+            plans[key] = self._make_plan(slots, [job.request.sampling for job in jobs], W, n_padding)
+        return plans[key]
 
-    def _make_plan(self, slots: Sequence[Slot], params: list[SamplingParams], W: int) -> Plan | None:
+    def _make_plan(self, slots: Sequence[Slot], params: list[SamplingParams], W: int, n_padding: int) -> Plan | None:
         simple = all(
             p.on_device and not p.penalizes and not p.n_probs and len(p.logit_bias) <= MAX_BIASES for p in params
         ) and all(slot.grammar is None for slot in slots)
         if not simple:
             return None
+        params = params + [PADDING] * n_padding
         bias = self._biases([p.logit_bias for p in params], W)
         if all(p.greedy for p in params):
             return Plan(None, 1, bias)
@@ -184,7 +192,7 @@ class Chooser:
         if plan.bias is not None:
             flat = flat.scatter_add(1, *plan.bias)
         if plan.params is None:
-            return flat.argmax(dim=1).view(B, W)
+            return argmax(flat).view(B, W)
         positions = (rows.positions() + 1).reshape(-1)
         return device_sampling.sample(flat, plan.params, positions, plan.n_candidates).tokens.view(B, W)
 
