@@ -16,6 +16,8 @@ from ggufspec.kernels.matmul.weight import Activation, PackedWeight
 from ggufspec.kernels.overlap import begin, overlap
 
 ROWS, TOKENS, COLUMNS = 32, 16, 64  # a tile of `multiply`: weight rows, tokens, columns a step
+PROGRAMS = 256  # as many as `multiply` cuts K for
+SUM_BLOCK = 128
 
 
 @triton.jit
@@ -108,15 +110,19 @@ def unpack_rows(
 
 @triton.jit(do_not_specialize=["T"])
 def multiply_rows(
-    x, x_scale, out, low, high, scale, extra, T, K, S, n_rows, rows, row_bytes, unit,
+    x, x_scale, out, low, high, scale, extra, T, K, S, n_rows, rows, row_bytes, unit, blocks,
     LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
     PRECISION: tl.constexpr, R: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out[t, r] = sum over k of x[t, k] w[r, k]: R weight rows and N tokens a program, C columns a step."""
+    """out[p, t, r] = sum of x[t, k] w[r, k] over part p of K: R weight rows and N tokens a program, C columns a step.
+
+    Program (rows, tokens, part); a part is `blocks` super-blocks.
+    """
+    part = tl.program_id(2)
     r = tl.program_id(0) * R + tl.arange(0, R)
     n = tl.program_id(1) * N + tl.arange(0, N)
     acc = tl.zeros([R, N], tl.float32)
-    for step in range(0, S * (256 // C)):
+    for step in range(part * blocks * (256 // C), tl.minimum((part + 1) * blocks, S) * (256 // C)):
         block = step // (256 // C)
         e = step % (256 // C) * C + tl.arange(0, C)
         mask = (r[:, None] < n_rows) & (block * 256 + e < K)[None, :]
@@ -131,7 +137,8 @@ def multiply_rows(
         else:
             acc = tl.dot(w, b.to(tl.float32), acc, input_precision=PRECISION)
     acc *= tl.load(x_scale + tl.minimum(n, T - 1))[None, :]
-    tl.store(out + n[None, :].to(tl.int64) * n_rows + r[:, None], acc, mask=(r[:, None] < n_rows) & (n[None, :] < T))
+    row = part.to(tl.int64) * T + n[None, :]
+    tl.store(out + row * n_rows + r[:, None], acc, mask=(r[:, None] < n_rows) & (n[None, :] < T))
 
 
 @dataclass(frozen=True)
@@ -211,18 +218,44 @@ def finished(a: Activation) -> Activation:
     return Activation(a.rows, a.n_columns, scale)
 
 
+@triton.jit
+def add_parts_kernel(parts, out, n, P, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out [n] = parts [P, n], added from the first on."""
+    begin(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + i, i < n, 0.0)
+    for p in range(1, P):
+        total += tl.load(parts + p * n + i, i < n, 0.0)
+    tl.store(out + i, total, i < n)
+
+
+def blocks_a_part(n_rows: int, n_blocks: int) -> int:
+    """Super-blocks of K that one program walks: short walks where rows alone make too few programs. Not a function of
+    the number of tokens, so a row's sum has one order."""
+    n_parts = max(1, min(n_blocks, PROGRAMS // triton.cdiv(n_rows, ROWS)))
+    return triton.cdiv(n_blocks, n_parts)
+
+
 def multiply(a: Activation, weight: PackedWeight) -> Tensor:
     """Rows [T, K] times the weight's transpose, float32 [T, rows]; a row's sum has one order at every T.
 
     Float16 products, except that BF16 and F32 weights keep their precision.
     """
     s, (n_rows, n_columns) = source_of(weight), weight.shape
-    n_tokens = a.rows.shape[0]
-    out = torch.empty((n_tokens, n_rows), dtype=torch.float32, device=a.rows.device)
+    n_tokens, n_blocks = a.rows.shape[0], n_super_blocks(n_columns)
+    blocks = blocks_a_part(n_rows, n_blocks)
+    n_parts = triton.cdiv(n_blocks, blocks)
+    parts = torch.empty((n_parts, n_tokens, n_rows), dtype=torch.float32, device=a.rows.device)
     precision = {"BF16": "ieee", "F32": "ieee"}.get(weight.type_name, "half")
-    multiply_rows[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_tokens, TOKENS))](
-        a.rows, a.scale, out, *s.arrays, n_tokens, n_columns, n_super_blocks(n_columns), n_rows, s.rows, s.row_bytes,
-        s.unit, **s.constants, PRECISION=precision, R=ROWS, N=TOKENS, C=COLUMNS, num_warps=4,
+    multiply_rows[(triton.cdiv(n_rows, ROWS), triton.cdiv(n_tokens, TOKENS), n_parts)](
+        a.rows, a.scale, parts, *s.arrays, n_tokens, n_columns, n_blocks, n_rows, s.rows, s.row_bytes,
+        s.unit, blocks, **s.constants, PRECISION=precision, R=ROWS, N=TOKENS, C=COLUMNS, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
+    if n_parts == 1:
+        return parts[0]
+    out = torch.empty((n_tokens, n_rows), dtype=torch.float32, device=a.rows.device)
+    add_parts_kernel[(triton.cdiv(out.numel(), SUM_BLOCK),)](
+        parts, out, out.numel(), n_parts, SUM_BLOCK, num_warps=1, **overlap(out)
+    )
     return out

@@ -82,4 +82,4 @@ def test_kernels_compile(capability, monkeypatch):
                 assert y.shape == (n_tokens, ROWS)
         triton.gather(weights("Q4_K")[1], torch.tensor([1]))
     fast = {"narrow", "unpack"} if capability >= 80 else set()
-    assert set(names) == {"prepare_rows", "multiply_rows", "unpack_rows", "gather_rows"} | fast
+    assert set(names) == {"prepare_rows", "multiply_rows", "add_parts_kernel", "unpack_rows", "gather_rows"} | fast
