@@ -10,6 +10,9 @@ import pytest
 from fake_engine import ByteTokenizer, FakeEngine, stream_of
 from serving import fake_loaded, serve, serve_fake, wait_ready
 
+from ggufspec.tools.server import app
+from ggufspec.tools.server.respond import error_response
+
 
 def text_of(prompt: str) -> str:
     return ByteTokenizer().decode(stream_of(prompt.encode())[:-1])
@@ -273,6 +276,19 @@ def test_a_body_that_never_ends_times_out():
             start = time.monotonic()
             assert b"408" in sock.recv(200).split(b"\r\n")[0]
             assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("path", ["/completion", "/slots/0?action=save"])
+def test_a_client_that_leaves_before_its_body_is_no_failure(path, caplog, monkeypatch, tmp_path):
+    left = threading.Event()
+    monkeypatch.setattr(app, "error_response", lambda error: (left.set(), error_response(error))[1])
+    with serve_fake(slot_save_path=str(tmp_path)) as client:
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as sock:
+            sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{{".encode())
+            time.sleep(0.1)
+        assert left.wait(5)
+        assert client.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_disconnect_frees_the_slot():

@@ -9,7 +9,7 @@ import asyncio
 import json
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from ggufspec.errors import GgufspecError, RequestError
 
@@ -48,6 +48,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(str(error), error.status, error.kind, **extra)
     if isinstance(error, GgufspecError):
         return ApiError(str(error), 400)
+    if isinstance(error, ClientDisconnect):  # nobody reads this answer, but it is no failure of the server
+        return ApiError("the connection was closed before the whole body had arrived", 400)
     return ApiError(f"{type(error).__name__}: {error}", 500)
 
 
