@@ -1,7 +1,7 @@
 """Attention of narrow batches (decode, verify, draft block): the cells in fixed splits, then their combination.
 
-A split is one stretch of cells; `split_start` is a table of the cell's number alone: 32 splits of 64 cells, 32 of
-128, 32 of 256 and so on, so that a short context keeps many programs busy and a long one needs few pieces. Scores of
+A split is one stretch of cells; `split_start` is a table of the cell's number alone: 64 splits of 64 cells, 64 of
+128, 64 of 256 and so on, so that a short context keeps many programs busy and a long one needs few pieces. Scores of
 cells a row does not see are -inf and add exact zeros, sums over cells are matrix products whose order does not depend
 on the tile's height, and pieces are added by their number: a row's bits depend on nothing but its own past.
 """
@@ -22,10 +22,12 @@ from ggufspec.kernels.kv.triton import Q8_0, as_halves, hadamard, iq4_table, kin
 from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
 from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
 from ggufspec.kernels.matmul.weight import Activation
-from ggufspec.kernels.overlap import begin, overlap
+from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap
 
 CHUNK = tl.constexpr(64)  # cells of a split of the lowest level
-LEVEL = tl.constexpr(32)  # splits of a level; the next level's are twice as long
+# Splits of a level; the next level's are twice as long. The longest split bounds the time of all: at 32k cells of 4 key
+# heads it is 8 tiles of cells, and 264 programs at once have 7.8 tiles each.
+LEVEL = tl.constexpr(64)
 TILE = 32  # height of a tile of (row, query head) pairs where there are more than 16
 PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
 PIECES = 32  # splits that the second kernel adds at a time
@@ -74,7 +76,7 @@ def live(
     return n_past, n_stored, used, low, end, split_of(low), stop
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "n_splits"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def split_kernel(
     q_ptr, k_ptr, k_half_ptr, v_ptr, v_half_ptr, table_ptr, slot_ptr, n_past_ptr, n_rows_ptr,
     part_ptr, top_ptr, total_ptr,
@@ -157,7 +159,7 @@ def split_kernel(
         tl.store(part_ptr + at[:, None] * HD_V + ev[None, :], acc, valid[:, None] & (ev < HD_V)[None, :])
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "n_splits"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def combine_kernel(
     part_ptr, top_ptr, total_ptr, sinks_ptr, gate_ptr, n_past_ptr, n_rows_ptr, out_ptr, scale_ptr,
     W, H, n_cells, window, n_splits, gate_row, gate_head, width,
