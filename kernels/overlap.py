@@ -14,6 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Arguments that hold one number an entry of the batch, read by itself: their alignment, which follows from the number
+# of entries, would only make a kernel of its own.
+ENTRY_NUMBERS = ["slot_ptr", "n_past_ptr", "n_rows_ptr", "position_ptr", "counts_ptr"]
+
 
 @triton.jit
 def begin(PDL: tl.constexpr):

@@ -38,7 +38,8 @@ def enter(x: Tensor, weight: Tensor, eps: float) -> Activation:
     T, D = x.shape
     width = n_super_blocks(D) * BLOCK
     rows = torch.empty(T, width, dtype=torch.float16, device=x.device)
-    squares, power, following = torch.empty(3, T, dtype=torch.float32, device=x.device).unbind(0)
+    # each begins at a whole multiple of 16 bytes: others would be other kernels
+    squares, power, following = torch.empty(3, -(-T // 4) * 4, dtype=torch.float32, device=x.device)[:, :T].unbind(0)
     enter_kernel[(T,)](
         x, weight, rows, squares, power, D, eps, width, triton.next_power_of_2(width), num_warps=16, **overlap(x)
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from ggufspec.kernels.gdn.scan import CHUNK, scan, store_pair
 from ggufspec.kernels.gdn.state import GdnSpec, GdnState, GdnWeights
 from ggufspec.kernels.norm.triton import sigmoid_of
-from ggufspec.kernels.overlap import begin, overlap
+from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap
 
 ROWS = 16  # of a chunk that a program of the inputs holds at a time
 
@@ -30,7 +30,7 @@ def tail_of(window_ptr, counts_ptr, slot, n_slots, counts_row, window_row, chann
     return window_ptr + (half * n_slots + slot) * window_row + channel
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "n_chunks", "alpha_row", "beta_row"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def prompt_inputs_kernel(
     u_ptr, alpha_ptr, beta_ptr, conv_ptr, dt_ptr, a_ptr, window_ptr, counts_ptr, slot_ptr, n_rows_ptr,
     q_ptr, k_ptr, v_ptr, G_ptr, gate_ptr,
@@ -90,7 +90,7 @@ def prompt_inputs_kernel(
         tl.store(gate_ptr + own, tl.where(valid, gate, 0.0))
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def tail_kernel(
     u_ptr, window_ptr, counts_ptr, slot_ptr, n_rows_ptr, W, C, u_row, n_slots, counts_row, window_row,
     KERNEL: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,

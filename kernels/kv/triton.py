@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ggufspec.kernels.kv.blocks import BLOCKS, IQ4_NL_VALUES
 from ggufspec.kernels.kv.storage import KV
-from ggufspec.kernels.overlap import begin, overlap
+from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap
 from ggufspec.kernels.rope.plain import RopeSpec
 from ggufspec.kernels.rope.triton import partner_of, turned
 
@@ -174,7 +174,7 @@ def load_head(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def store_kernel(
     q_ptr, k_ptr, v_ptr, q_out_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slot_ptr, position_ptr, table_ptr,
     k_cache_ptr, k_half_ptr, v_cache_ptr, v_half_ptr,

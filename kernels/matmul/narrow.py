@@ -28,6 +28,7 @@ def card(index: int | None) -> tuple[int, int, int]:
     )
 
 
+SQUARES = 64  # partial sums of squares that a kernel takes at least: an input that was normed at once has only one
 RESERVED_BYTES = 2048  # of shared memory, a program, for the driver and the compiler's own use
 
 
@@ -111,7 +112,7 @@ def launch_narrow(
         2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares, float(a.n_columns), eps, end.n_out, end.out_width,
         LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
         KW=config.KW, WM=config.WM, MT=config.MT, ST=stages, PARTS=n_parts, PDL=pdl,
-        SQUARES=max(32, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name,
+        SQUARES=max(SQUARES, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name,
         num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -147,7 +148,7 @@ def run(launch: Launch, a: Activation, **choices: Any) -> list[Tensor]:
     n_tokens = a.rows.shape[0]
     assert a.scale is not None
     out = torch.empty(sum(launch.n_rows) * n_tokens, dtype=torch.float32, device=a.rows.device)
-    start(launch, a, Ending("rows", out, a.scale, a.scale, a.scale, a.scale, a.scale), **choices)
+    start(launch, a, Ending("rows", out, out, out, out, out, out), **choices)
     sizes = [n * n_tokens for n in launch.n_rows]
     return [piece.view(n_tokens, n) for n, piece in zip(launch.n_rows, out.split(sizes))]
 
