@@ -268,14 +268,14 @@ def splits_kernel(cell_ptr, split_ptr, start_ptr, next_ptr):
 @case
 def attention_splits(device: str, real: bool) -> None:
     """Splits hold every cell once; their number, and how many a program takes, change no bit."""
-    cells = torch.tensor([0, 63, 64, 2047, 2048, 2175, 2176, 6143, 6144, 30719, 30720, 63487, 63488, 1 << 20])
+    cells = torch.tensor([0, 63, 64, 4095, 4096, 4223, 4224, 12287, 12288, 28671, 28672, 61439, 61440, 1 << 20])
     out = torch.zeros(3, len(cells), dtype=torch.int32, device=device)
     splits_kernel[(len(cells),)](cells.int().to(device), *out, enable_fp_fusion=True)
     split, start, stop = out.cpu().long()
     assert bool(((start <= cells) & (cells < stop)).all()), (start, stop)
     same(split, torch.tensor([narrow.count_splits(int(cell) + 1) - 1 for cell in cells]), "splits")
-    same(stop - start, torch.tensor([64, 64, 64, 64, 128, 128, 128, 128, 256, 512, 1024, 1024, 2048, 32768]), "sizes")
-    n_kv, G, hd, n, W = (4, 6, 256, 20000, 16) if real else (1, 3, 32, 2200, 2)
+    same(stop - start, torch.tensor([64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 512, 512, 1024, 16384]), "sizes")
+    n_kv, G, hd, n, W = (4, 6, 256, 20000, 16) if real else (1, 3, 32, 4300, 2)
     mine, kv = filled(device, "q8_0", "f16", n, n, n_kv, hd, hd)
     q, spec = random(1, W, n_kv * G, hd), AttentionSpec(hd**-0.5)
     expected = attention_plain.attend(q, mine, one(1), one(n - W), one(W), spec)
@@ -354,7 +354,7 @@ def gdn_run(
     z = random(2, 40, spec.n_v * spec.d, seed=2)
     state = gdn.allocate(spec, 3, device)
     state.window_u.copy_(random(*state.window_u.shape)[:1])  # a past: the first rows of a window precede it
-    slots = torch.tensor([2, 0], device=device)
+    slots, n_rows = torch.tensor([2, 0], device=device), torch.tensor([width, width], device=device)
     outs: list[list[Tensor]] = [[], []]
     starts = [0, 0]
     for n in accepted:
@@ -364,12 +364,12 @@ def gdn_run(
             for b in range(2):
                 rows[b, : n[b]] = x[b, starts[b] : starts[b] + n[b]]
             part.append(rows)
-        a = room.step_prepared(*on(device, *part), weights, norm, EPS, state, slots, spec, **options)
+        a = room.step_prepared(*on(device, *part), weights, norm, EPS, state, slots, n_rows, spec, **options)
         got = columns_of(a).view(2, width, -1)
         for b in range(2):
             outs[b].append(got[b, : n[b]])
             starts[b] += n[b]
-        gdn.accept(state, slots, torch.tensor(n, device=device))
+        room.accept(state, slots, torch.tensor(n, device=device), n_rows)
     room.replay(state, slots)
     state.half[slots], state.n_replay[slots] = 1 - state.half[slots], 0
     return torch.stack([torch.cat(x) for x in outs]), state
@@ -401,6 +401,45 @@ def gdn_steps(device: str, real: bool) -> None:
                 same(grouped.state, state.state, f"state of {what}")
                 same(gdn.tails(grouped, slots.to(device)), gdn.tails(state, slots.to(device)).cpu(), f"tail of {what}")
                 assert not grouped.arrived.any()
+
+
+@case
+def gdn_padding(device: str, real: bool) -> None:
+    """An entry without rows between two with rows: nothing of its slot changes, the others' bits do not either."""
+    for spec, W in ((GdnSpec(16, 48, 128, 4, EPS), 8), (GdnSpec(16, 48, 128, 4, EPS), 1)) if real else (
+        (GdnSpec(2, 4, 16, 4, EPS), 3), (GdnSpec(1, 3, 64, 3, EPS), 9), (GdnSpec(1, 1, 40, 4, EPS), 1)
+    ):  # fmt: skip
+        weights = gdn_weights(spec)
+        weights, norm = GdnWeights(*on(device, weights.conv, weights.dt, weights.a)), random(spec.d).to(device)
+        u, alpha, beta = random(3, W, spec.conv_dim), random(3, W, spec.n_v), random(3, W, spec.n_v, seed=1)
+        u[1], alpha[1] = torch.nan, torch.nan
+        rows = on(device, u, random(3, W, spec.n_v * spec.d, seed=2), alpha, beta)
+        slots, real_ones = torch.tensor([2, 0, 3], device=device), torch.tensor([0, 2], device=device)
+        n_rows = torch.tensor([W, 0, 1], device=device)
+        n = torch.tensor([1, 7, W], device=device)
+        states = []
+        for _ in range(2):
+            state = gdn.allocate(spec, 4, device)
+            for name in ("state", "window_u", "window_k", "window_v", "window_g", "window_beta"):
+                held = getattr(state, name)
+                held.copy_(random(*held.shape) * (-1 if name == "window_g" else 1))
+            state.window_g.abs_().neg_()
+            state.counts[0].copy_(torch.tensor([3, 1, 2, 0])), state.counts[1].copy_(torch.tensor([1, 1, 0, 1]))
+            states.append(state)
+        with_it, without = states
+        for parts in (1, 2) if spec.d >= 64 else (1,):
+            a = gdn_kernel.step_prepared(*rows, weights, norm, EPS, with_it, slots, n_rows, spec, parts=parts)
+            gdn_kernel.accept(with_it, slots, n, n_rows)
+            b = gdn_kernel.step_prepared(
+                *(x[real_ones].contiguous() for x in rows), weights, norm, EPS, without, slots[real_ones],
+                n_rows[real_ones], spec, parts=parts,
+            )  # fmt: skip
+            gdn_kernel.accept(without, slots[real_ones], n[real_ones], n_rows[real_ones])
+            got = columns_of(a).view(3, W, -1)
+            same(got[real_ones.cpu()], columns_of(b).view(2, W, -1), "rows beside padding")
+            assert not bool(got[1].any()), "padding has results"
+            for name in ("state", "window_u", "window_k", "window_v", "window_g", "window_beta", "counts", "arrived"):
+                same(getattr(with_it, name), getattr(without, name), f"{name} beside padding")
 
 
 @case
@@ -567,7 +606,9 @@ def rows(device: str, real: bool) -> None:
         for a, b in zip(rows_triton.positions(*on(device, n_past, n_draft + 1), W),
                         rows_plain.positions(n_past, n_draft + 1, W)):  # fmt: skip
             same(a, b, "positions")
-        for a, b in zip(rows_triton.masked_block(last.to(device), 7, W), rows_plain.masked_block(last, 7, W)):
+        n_past[1], n_draft[1] = -1, -1  # padding
+        for a, b in zip(rows_triton.masked_block(*on(device, last), 7, W, n_past.to(device)),
+                        rows_plain.masked_block(last, 7, W, n_past)):  # fmt: skip
             same(a, b, "masked block")
         wide[:, W // 2 :] -= V // 4  # ids outside on both sides
         dlast, dwide, dn = on(device, last, wide * 2, n_draft)
@@ -600,6 +641,19 @@ def carry(device: str, real: bool) -> None:
         carry_plain.take(*mine, slots, torch.full_like(slots, accepted))
         carry_triton.take(*theirs, dslots, torch.full_like(dslots, accepted))
         same(theirs[0], mine[0], "taken")
+    n_past[1], n_rows[1] = -1, 0  # padding
+    padded = carry_plain.before(mine[0], slots, n_past)
+    same(carry_triton.before(theirs[0], dslots, n_past.to(device)), padded, "padded")
+    hidden, drows = hidden + 1, n_rows.to(device)
+    for room, held, moved in ((carry_plain, mine, (hidden, slots, n_rows)),
+                              (carry_triton, theirs, (hidden.to(device), dslots, drows))):  # fmt: skip
+        before = [t[slots[1]].clone() for t in held]
+        room.keep(*held, *moved, True)
+        room.take(*held, moved[1], moved[2] - 1)
+        for a, b in zip(held, before):
+            same(a[slots[1]], b, "padding")
+    for a, b in zip(theirs, mine):
+        same(a, b, "kept beside padding")
 
 
 # ---- norms and activations into a matmul's input
