@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Arguments that hold one number an entry of the batch, read by itself: their alignment, which follows from the number
 # of entries, would only make a kernel of its own.
-ENTRY_NUMBERS = ["slot_ptr", "n_past_ptr", "n_rows_ptr", "position_ptr", "counts_ptr"]
+ENTRY_NUMBERS = ["slot_ptr", "n_past_ptr", "n_rows_ptr", "position_ptr", "counts_ptr", "n_accepted_ptr"]
 
 
 @triton.jit

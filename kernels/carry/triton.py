@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ggufspec.kernels.overlap import begin, overlap
+from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap
 
 PIECE = 1024
+FEW = {"do_not_specialize": ["W", "most"], "do_not_specialize_on_alignment": ENTRY_NUMBERS}
 
 
-@triton.jit
+@triton.jit(**FEW)
 def before_kernel(
     pending_ptr, slot_ptr, n_past_ptr, hidden_ptr, out_ptr, W, D, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -27,7 +28,7 @@ def before_kernel(
         tl.store(out_ptr + at * D + c, tl.load(hidden_ptr + (at - 1) * D + c, mask, 0.0), mask)
 
 
-@triton.jit
+@triton.jit(**FEW)
 def keep_kernel(
     pending_ptr, verified_ptr, verified_rows_ptr, hidden_ptr, slot_ptr, n_rows_ptr, W, D, most,
     TENTATIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -49,7 +50,7 @@ def keep_kernel(
                 tl.store(verified_rows_ptr + slot, n_rows)
 
 
-@triton.jit
+@triton.jit(**FEW)
 def take_kernel(
     pending_ptr, verified_ptr, verified_rows_ptr, slot_ptr, n_accepted_ptr, D, most,
     BLOCK: tl.constexpr, PDL: tl.constexpr,

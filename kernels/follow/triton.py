@@ -7,8 +7,16 @@ from torch import Tensor
 
 from ggufspec.kernels.overlap import begin, overlap
 
+# Few numbers, read and written one by one: their alignment and the sizes would only make more kernels.
+FEW = {
+    "do_not_specialize": ["W", "token_row", "B", "S"],
+    "do_not_specialize_on_alignment": [
+        "table_ptr", "value_ptr", "out_ptr", "taken_ptr", "slot_ptr", "token_ptr", "accepted_ptr", "n_rows_ptr",
+    ],
+}  # fmt: skip
 
-@triton.jit
+
+@triton.jit(**FEW)
 def take_values_kernel(table_ptr, value_ptr, out_ptr, B, S, PDL: tl.constexpr):
     begin(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -21,7 +29,7 @@ def take_values_kernel(table_ptr, value_ptr, out_ptr, B, S, PDL: tl.constexpr):
     tl.store(out_ptr + 4 * B + b, tl.minimum(tl.load(table_ptr + B + b), tl.maximum(room, 0)))
 
 
-@triton.jit
+@triton.jit(**FEW)
 def advance_kernel(
     value_ptr, taken_ptr, slot_ptr, token_ptr, accepted_ptr, n_rows_ptr, out_ptr, W, token_row, B, S,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -53,6 +61,6 @@ def advance(values: Tensor, taken: Tensor, slots: Tensor, tokens: Tensor, n_acce
     out = torch.empty((B, W + 2), dtype=torch.int64, device=values.device)
     advance_kernel[(B,)](
         values, taken.contiguous(), slots.contiguous(), tokens, n_accepted.contiguous(), n_rows.contiguous(), out,
-        W, tokens.stride(0), B, values.shape[1], triton.next_power_of_2(W + 2), num_warps=1, **overlap(values),
+        W, tokens.stride(0), B, values.shape[1], max(32, triton.next_power_of_2(W + 2)), num_warps=1, **overlap(values),
     )  # fmt: skip
     return out

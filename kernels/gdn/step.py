@@ -24,7 +24,7 @@ from torch import Tensor
 from ggufspec.kernels.gdn.state import GdnSpec, GdnState, GdnWeights
 from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
 from ggufspec.kernels.matmul.weight import Activation
-from ggufspec.kernels.overlap import overlap, release, wait
+from ggufspec.kernels.overlap import ENTRY_NUMBERS, overlap, release, wait
 from ggufspec.kernels.prepared.triton import Target
 
 PIECE = 32  # keys of a state row that a register tile holds: eight lanes of four, so that a sum is three shuffles
@@ -114,7 +114,7 @@ def values_of(v_at, g_at, beta_at, j, D: tl.constexpr, BLOCK: tl.constexpr):
     return v, tl.exp(tl.load(g_at)), tl.load(beta_at)
 
 
-@triton.jit(do_not_specialize=["W"])
+@triton.jit(do_not_specialize=["W", "alpha_row", "beta_row"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def step_kernel(
     u_ptr, z_ptr, alpha_ptr, beta_ptr, taps_ptr, dt_ptr, a_ptr, norm_ptr, state_ptr, window_u_ptr, window_k_ptr,
     window_v_ptr, window_g_ptr, window_beta_ptr, slot_ptr, counts_ptr, arrived_ptr, scratch_ptr, o_ptr, rows_ptr,

@@ -7,8 +7,17 @@ from torch import Tensor
 
 from ggufspec.kernels.overlap import begin, overlap
 
+# Few numbers, read and written one by one: their alignment and the sizes would only make more kernels.
+FEW = {
+    "do_not_specialize": ["W", "mask", "n", "draft_row", "n_vocab", "token_row", "sampled_row"],
+    "do_not_specialize_on_alignment": [
+        "n_past_ptr", "n_rows_ptr", "all_ptr", "valid_ptr", "last_ptr", "token_ptr", "draft_ptr", "n_draft_ptr",
+        "sampled_ptr", "eog_ptr", "out_ptr",
+    ],
+}  # fmt: skip
 
-@triton.jit
+
+@triton.jit(**FEW)
 def positions_kernel(n_past_ptr, n_rows_ptr, all_ptr, valid_ptr, W, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -18,7 +27,7 @@ def positions_kernel(n_past_ptr, n_rows_ptr, all_ptr, valid_ptr, W, BLOCK: tl.co
     tl.store(valid_ptr + b * W + i, tl.where(i < tl.load(n_rows_ptr + b), place, -1), i < W)
 
 
-@triton.jit
+@triton.jit(**FEW)
 def masked_block_kernel(last_ptr, token_ptr, n_rows_ptr, mask, W, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     b = tl.program_id(0).to(tl.int64)
@@ -27,7 +36,7 @@ def masked_block_kernel(last_ptr, token_ptr, n_rows_ptr, mask, W, BLOCK: tl.cons
     tl.store(n_rows_ptr + b, b * 0 + W)
 
 
-@triton.jit
+@triton.jit(**FEW)
 def lay_out_kernel(
     last_ptr, draft_ptr, n_draft_ptr, token_ptr, n_rows_ptr, n, draft_row, n_vocab,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -42,7 +51,7 @@ def lay_out_kernel(
     tl.store(n_rows_ptr + b, tl.minimum(tl.load(n_draft_ptr + b), tl.minimum(first, n).to(tl.int64)) + 1)
 
 
-@triton.jit
+@triton.jit(**FEW)
 def accepted_prefix_kernel(
     token_ptr, sampled_ptr, n_rows_ptr, eog_ptr, out_ptr, W, token_row, sampled_row,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -59,12 +68,13 @@ def accepted_prefix_kernel(
 
 
 def whole(width: int) -> int:
-    return max(2, triton.next_power_of_2(width))
+    """Numbers a program takes: as many for all narrow widths."""
+    return max(16, triton.next_power_of_2(width))
 
 
 def positions(n_past: Tensor, n_rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
     every, valid = torch.empty((2, len(n_past), width), dtype=torch.int64, device=n_past.device).unbind(0)
-    block = min(256, whole(width))
+    block = 16 if width <= 16 else 256
     positions_kernel[(len(n_past), triton.cdiv(width, block))](
         n_past.contiguous(), n_rows.contiguous(), every, valid, width, block, num_warps=1, **overlap(every)
     )
