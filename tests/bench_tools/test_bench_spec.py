@@ -182,9 +182,14 @@ def test_the_command_writes_table_json_and_page(folder, tmp_path):
     data = json.loads((tmp_path / "o.json").read_text())
     assert {c["drafter"] for c in data["cells"]} == {"mtp", "draft-dspark"} and len(data["cells"]) == 12
     assert all(c["parity"] == "equal" for c in data["cells"])
+    for cell in data["cells"]:  # every length, temperature and number of streams has its line of positions
+        shares = " +".join(f"{share:.3f}" for share in cell["accepted_per_position"])
+        line = rf"^{cell['drafter']} +{cell['n_max']} +0 +{cell['n_streams']} +{shares}$".replace(".", r"\.")
+        assert cell["workload"] != "all" or re.search(line, out.stdout, re.M), line
     for entry in data["split"]:
         assert {"matmul", "head", "attention"} <= set(entry["verify"]) and "gdn" in entry["verify"]
     page = (tmp_path / "o.html").read_text()
+    assert "Plots are of temperature 0 and, where streams are not an axis, of\n1 at once; a step in parts" in page
     assert not re.search(r"https?:|<script|@import|url\(", page)
     pictures = re.findall(r"<svg.*?</svg>", page, re.S)
     assert len(pictures) == 9

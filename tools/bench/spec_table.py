@@ -21,11 +21,12 @@ def text(results: Results) -> str:
     """All tables of a run."""
     parts = [grid(HEADS, [row(cell) for cell in results.cells])]
     notes = [f"{c.drafter} n={c.n_max} {c.workload}: {c.parity}" for c in results.cells if is_difference(c.parity)]
-    largest = {(c.drafter, c.n_max): c for c in results.cells}  # the last cell of each: over all workloads
+    largest = {(c.drafter, c.n_max, c.temperature, c.n_streams): c for c in results.cells}  # the last: all workloads
     n = max((len(c.accepted_per_position) for c in largest.values()), default=0)
     parts.append(grid(
-        ("drafter", "n", *(f"at {i + 1}" for i in range(n))),
-        [[c.drafter, str(c.n_max), *(f"{rate:.3f}" for rate in c.accepted_per_position)] for c in largest.values()],
+        ("drafter", "n", "temp", "np", *(f"at {i + 1}" for i in range(n))),
+        [[c.drafter, str(c.n_max), f"{c.temperature:g}", str(c.n_streams),
+          *(f"{rate:.3f}" for rate in c.accepted_per_position)] for c in largest.values()],
         "share of drafts with at least so many tokens right",
     ))  # fmt: skip
     if results.parity:
