@@ -4,6 +4,8 @@ A stage is a function of tensors that never waits for the host. Its graph reads 
 outputs; `run` copies the arguments in and hands the same outputs back every time. Arguments that already are the
 outputs of another graph of the pool are read where they lie. A stage whose next run may be queued before this one's
 events are read is captured twice, and the two graphs take turns.
+
+Steps of any number of streams go through the graphs of a few sizes: `n_entries` says how many entries a step has.
 """
 
 from __future__ import annotations
@@ -17,7 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels.matmul.cuda import NARROW_TOKENS
+
 WARM_UP_RUNS = 2  # first calls compile kernels and fill caches, which cannot be captured
+
+
+def n_entries(n_streams: int, n_rows: int, n_slots: int) -> int:
+    """Entries of a captured step of n_streams streams with n_rows rows each, padding included.
+
+    The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ..: at most n_slots, as padding names other slots. Rows that the narrow
+    products can take do not become more than they can take.
+    """
+    power = 1 << (n_streams - 1).bit_length()
+    size = min(power if 3 * power < 4 * n_streams else 3 * power // 4, n_slots)
+    return min(size, NARROW_TOKENS // n_rows) if n_streams * n_rows <= NARROW_TOKENS else size
+
+
+def entry_counts(n_rows: int, n_slots: int) -> list[int]:
+    """All sizes that captured steps of n_rows rows a stream have."""
+    return sorted({n_entries(n, n_rows, n_slots) for n in range(1, n_slots + 1)})
 
 
 @dataclass

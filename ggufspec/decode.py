@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .adaptive import Choice
 from .cache import Cache
-from .capture import Graphs
+from .capture import Graphs, n_entries
 from .choose import Choices, Chooser, Plan
 from .drafters import Drafter
 from .drafters.mtp import Mtp
@@ -82,12 +83,13 @@ class Decoder:
         Not when the host takes part in it, and not when its graph is still to be captured. Eager steps on a GPU are
         bound by the host anyway.
         """
-        plan = self.chooser.plan(slots, n + 1)
+        size = self._size(len(slots), n)
+        plan = self._plan(slots, n, size)
         if not self.ahead or plan is None or self.is_on_host:
             return False
         if self.graphs is None:
             return self.device.type == "cpu"
-        return self.graphs.has(self._name(plan, len(slots), n))
+        return self.graphs.has(self._name(plan, size, n))
 
     def launch(self, slots: Sequence[Slot], choice: Choice, rooms: Sequence[int], following: Flight | None = None
                ) -> Flight:
@@ -98,7 +100,8 @@ class Decoder:
         """
         began = time.perf_counter()
         n = choice.n if self.drafter is not None else 0
-        plan = self.chooser.plan(slots, n + 1)
+        size = self._size(len(slots), n)
+        plan = self._plan(slots, n, size)
         self._turn = 1 - self._turn
         if self._done[self._turn] is not None:
             self._done[self._turn].synchronize()  # as good as always past: its memory is used again
@@ -107,10 +110,10 @@ class Decoder:
             else Entry(s.id, length, True, s.last, s.n_past, room)
             for s, length, room in zip(slots, choice.lengths, rooms)
         ]  # fmt: skip
-        rows = SlotValues.table(entries)
+        rows = SlotValues.table([*entries, *map(Entry.padding, self._others(slots, size - len(slots)))])
         table = self._filled("table", rows, torch.int64)
-        uniforms = () if self.synthetic is None else (self._random_numbers(slots, n),)
-        if self.graphs is not None and plan is not None and not self.is_on_host:
+        uniforms = () if self.synthetic is None else (self._random_numbers(slots, n, size - len(slots)),)
+        if self.graphs is not None and plan is not None and self._is_whole:
             # A table of slots that all follow says nothing new, step after step.
             version = None if any(e.is_fresh for e in entries) else (tuple(rows[0]), tuple(rows[1]))
             choices, summary, laps = self._captured(self.graphs, table, plan, uniforms, n, version)
@@ -124,7 +127,7 @@ class Decoder:
         """Wait for a step and read it. What slots without their job made of it is ignored."""
         if flight.done is not None:
             flight.done.synchronize()
-        host = flight.summary.tolist()
+        host = flight.summary[: len(flight.slots)].tolist()
         draft_ms, verify_ms, sample_ms, observe_ms = flight.laps.ms()
         emitted = [row[: row[-2] + 1] for row in host]
         n_drafted = [row[-1] - 1 for row in host]
@@ -164,12 +167,33 @@ class Decoder:
         made = torch.tensor(values, dtype=dtype)
         return self._pinned.piece(name, self._turn, made.shape, dtype).copy_(made)
 
-    def _random_numbers(self, slots: Sequence[Slot], n: int) -> Tensor:
+    def _random_numbers(self, slots: Sequence[Slot], n: int, n_padding: int) -> Tensor:
         """[B, n + n_max] numbers for synthetic acceptance: those of a step that follows begin after the ones that the
         step before it uses."""
         assert self.synthetic is not None and self.drafter is not None
-        drawn = [self.synthetic.uniforms[slot.id].peek(n + self.drafter.n_max) for slot in slots]
-        return self._filled("uniforms", drawn, torch.float64)
+        n_numbers = n + self.drafter.n_max
+        drawn = [self.synthetic.uniforms[slot.id].peek(n_numbers) for slot in slots]
+        return self._filled("uniforms", drawn + [[0.0] * n_numbers] * n_padding, torch.float64)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether one graph holds a step, sampling permitting, and not its verification alone."""
+        return self.graphs is not None and not self.is_on_host
+
+    def _size(self, n_streams: int, n: int) -> int:
+        """Entries of a step, padding included: only captured ones have any."""
+        if self.graphs is None and self.run_stage is None:
+            return n_streams
+        return n_entries(n_streams, n + 1, self.cache.n_slots)
+
+    def _plan(self, slots: Sequence[Slot], n: int, size: int) -> Plan | None:
+        """How a step's choices are made on the device; in a whole one those of its padding too."""
+        return self.chooser.plan(slots, n + 1, size - len(slots) if self._is_whole else 0)
+
+    def _others(self, slots: Sequence[Slot], n: int) -> list[int]:
+        """n slots that have no part in the step: an entry of padding names one, and no slot stands there twice."""
+        taken = {slot.id for slot in slots}
+        return [i for i in range(self.cache.n_slots) if i not in taken][:n]
 
     def _sent(self, summary: Tensor) -> tuple[Tensor, Any]:
         """(the summary on the host, the event after which it is there)"""
@@ -182,10 +206,10 @@ class Decoder:
         self._done[self._turn] = done
         return host, done
 
-    def _name(self, plan: Plan, batch: int, n: int) -> Hashable:
+    def _name(self, plan: Plan, size: int, n: int) -> Hashable:
         """Of the graph of a whole step; everything that its shapes follow from."""
         n_uniforms = 0 if self.synthetic is None or self.drafter is None else n + self.drafter.n_max
-        return "step", n, batch, plan.n_candidates, plan.params is not None, plan.n_biases, n_uniforms
+        return "step", n, size, plan.n_candidates, plan.params is not None, plan.n_biases, n_uniforms
 
     def _captured(self, graphs: Graphs, table: Tensor, plan: Plan, uniforms: tuple[Tensor, ...], n: int,
                   version: Hashable) -> tuple[Choices, Tensor, Laps]:
@@ -217,20 +241,28 @@ class Decoder:
 
     def _staged(self, table: Tensor, plan: Plan | None, uniforms: tuple[Tensor, ...], slots: Sequence[Slot], n: int
                 ) -> tuple[Choices, Tensor, Laps]:
-        """Stage by stage: for the CPU, for sampling that needs the host, and for drafters that live there."""
+        """Stage by stage: for the CPU, for sampling that needs the host, and for drafters that live there.
+
+        Padding has a part in the verification alone, which may be captured.
+        """
         table, *uniforms_there = (t.to(self.device, non_blocking=True) for t in (table, *uniforms))
         laps = Laps(self.device)
         laps.mark()
-        inputs = self._begin(table)
+        every = self._begin(table)
+        inputs, n_padding = every.first(len(slots)), table.shape[1] - len(slots)
         draft, n_draft = self._draft(inputs, n)
         if n > 0 and self.synthetic is None and self.is_on_host and not bool(n_draft.any()):
             draft, n, plan = draft[:, :0], 0, self.chooser.plan(slots, 1)  # nothing to verify: the plain path
         laps.mark()
-        arguments = (inputs.slots, inputs.last, inputs.n_past, draft, n_draft)
+        if n_padding > 0:
+            draft, n_draft = pad(draft, (0, 0, 0, n_padding)), pad(n_draft, (0, n_padding), value=-1)
+        arguments = (every.slots, every.last, every.n_past, draft, n_draft)
         if self.graphs is not None:
             rows, output = self.graphs.run(("verify", n), self._verify, arguments)
         else:
             rows, output = self._verify(*arguments)
+        if n_padding > 0:
+            rows, output = rows.first(len(slots)), output.first(len(slots))
         laps.mark()
         assert output.logits is not None
         if plan is not None:
@@ -254,7 +286,7 @@ class Decoder:
     def _draft(self, inputs: StepInputs, n: int) -> tuple[Tensor, Tensor]:
         """(tokens [B, n], how many count [B])"""
         if self.drafter is None or n == 0:
-            return inputs.last.new_zeros(inputs.last.shape[0], 0), torch.zeros_like(inputs.last)
+            return inputs.last.new_zeros(inputs.last.shape[0], 0), inputs.limit.clamp(max=0)
         draft = self.drafter.propose(inputs.slots, inputs.last, inputs.n_past, n)
         return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), inputs.limit)
 
@@ -273,7 +305,7 @@ class Decoder:
             )
         else:
             n_accepted = accepted_prefix(rows, tokens, self.chooser.is_eog)
-        self.cache.accept(rows.slots, n_accepted + 1)
+        self.cache.accept(rows.slots, n_accepted + 1, rows.n_rows)
         return self.values.advance(inputs, tokens, n_accepted, rows.n_rows)
 
     def _observe(self, rows: Rows, output: Output, n_accepted: Tensor) -> None:

@@ -26,6 +26,11 @@ class Entry:
     n_past: int = 0
     room: int = 0  # drafted tokens that the context and the tokens still wanted leave room for
 
+    @classmethod
+    def padding(cls, slot: int) -> Entry:
+        """An entry without rows, which leaves its slot as it is."""
+        return cls(slot, -1, True, n_past=-1)
+
 
 @dataclass(frozen=True)
 class StepInputs:
@@ -37,6 +42,15 @@ class StepInputs:
     used: Tensor  # random numbers of synthetic acceptance that the step before it has used of those sent
     limit: Tensor  # drafted tokens to verify at most
     taken: Tensor  # all of them but the slots, [5, B] with the room
+
+    @classmethod
+    def of(cls, slots: Tensor, taken: Tensor) -> StepInputs:
+        last, n_past, _, used, limit = taken.unbind(0)
+        return cls(slots, last, n_past, used, limit, taken)
+
+    def first(self, n: int) -> StepInputs:
+        """The first n entries."""
+        return self if n == self.slots.shape[0] else StepInputs.of(self.slots[:n], self.taken[:, :n])
 
 
 class SlotValues:
@@ -53,9 +67,7 @@ class SlotValues:
 
     def inputs(self, table: Tensor) -> StepInputs:
         """table [7, B] int64 on the device."""
-        taken = follow.take(table, self.values)
-        last, n_past, _, used, limit = taken.unbind(0)
-        return StepInputs(table[0], last, n_past, used, limit, taken)
+        return StepInputs.of(table[0], follow.take(table, self.values))
 
     def advance(self, inputs: StepInputs, tokens: Tensor, n_accepted: Tensor, n_rows: Tensor) -> Tensor:
         """What the next step of these slots begins with; [B, W + 2] for the host: tokens, n_accepted, n_rows.

@@ -16,7 +16,7 @@ import torch
 
 from .admission import N_ON_DEVICE
 from .cache import Cache, KVLayer, RecurrentLayer
-from .capture import tensors_of
+from .capture import entry_counts, tensors_of
 from .drafters import DraftOptions
 from .drafters.backbone import load_backbone
 from .drafters.dflash import DFlash
@@ -72,7 +72,7 @@ class Question:
     type_v: str = "f16"
     n_checkpoints: int = 32
     graphs: bool = True
-    n_widths: int = 2  # row counts of decode steps, each with its own graph a number of streams
+    n_widths: int = 2  # row counts of decode steps, each with its own graph a number of entries
 
     @property
     def is_tensor(self) -> bool:
@@ -207,7 +207,7 @@ class Planner:
         )
         is_whole = all(layer.device == part.output for layer in part.model.layers)
         pool = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if is_whole else 0
-        n_graphs = q.n_slots * (q.n_widths if part.drafters else 1)
+        n_graphs = len(entry_counts(1, q.n_slots)) * (q.n_widths if part.drafters else 1)
         return pool + n_graphs * GRAPH_BYTES + q.n_slots * states
 
     def largest(self, device: torch.device | None = None, most: int | None = None) -> int:

@@ -14,6 +14,8 @@ from .kernels import rows as kernels
 class Rows:
     """`B` slots times `W` consecutive positions. Row i of entry b has position `n_past[b] + i`.
 
+    Captured steps have more entries than streams: those without rows, `n_past` -1, name other slots and change nothing.
+
     All tensors live on the model's device, so that a step can be captured in a CUDA graph and acceptance needs
     no host. Rows at or past `n_rows[b]` are padding: computed, ignored, and never visible to other rows.
     """
@@ -21,7 +23,7 @@ class Rows:
     tokens: Tensor  # [B, W] int64
     slots: Tensor  # [B] int64, the slot of each entry; no slot twice
     n_past: Tensor  # [B] int64, committed tokens of the slot
-    n_rows: Tensor  # [B] int64, 1..W
+    n_rows: Tensor  # [B] int64, 1..W; 0: the whole entry is padding
     tentative: bool  # True: recurrent layers only record the rows; Cache.accept commits a prefix of them
 
     @property
@@ -31,6 +33,10 @@ class Rows:
     @property
     def n_batch(self) -> int:
         return self.tokens.shape[0]
+
+    def first(self, n: int) -> "Rows":
+        """The first n entries."""
+        return Rows(self.tokens[:n], self.slots[:n], self.n_past[:n], self.n_rows[:n], self.tentative)
 
     def to(self, device: torch.device) -> "Rows":
         if self.tokens.device == device:

@@ -103,10 +103,15 @@ class Cache:
             s.n_bytes for s in self.recurrent if s is not None
         )
 
-    def accept(self, slots: Tensor, n: Tensor) -> None:
-        """Commit the first n[b] rows of slot slots[b]'s last tentative step; both [B] int64 on the device."""
+    def accept(self, slots: Tensor, n: Tensor, n_rows: Tensor | None = None) -> None:
+        """Commit the first n[b] rows of slot slots[b]'s last tentative step; [B] int64 on the device.
+
+        n_rows: those of the step; entries without rows were padding. None: there was no padding.
+        """
         for state in self.leaders:
-            gdn.accept(state, slots.to(state.device), n.to(state.device))
+            there = None if n_rows is None else n_rows.to(state.device)
+            with on(state.device):
+                gdn.accept(state, slots.to(state.device), n.to(state.device), there)
 
     def trim(self, slot: int, n: int) -> None:
         """Correct the last `accept` of a slot to n rows; only before the next forward."""

@@ -65,11 +65,12 @@ class Drafter(Protocol):
         """Draft what follows `last` [B], which will stand at position `n_past` [B] of `slots` [B].
 
         `n` <= n_max is the width of the result. A drafter works at its own n_max and cuts, so that asking for
-        fewer does not change the tokens.
+        fewer does not change the tokens. Entries with n_past -1 are padding: their slots stay as they are.
         """
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
-        """How many drafted tokens were right in the last tentative step, per slot [B]; 0 without a draft."""
+        """How many drafted tokens were right in the last tentative step, per slot [B]; 0 without a draft, -1 for
+        padding."""
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
         """Count a verified draft in the statistics, once the host knows the numbers."""

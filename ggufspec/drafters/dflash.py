@@ -94,7 +94,7 @@ class BlockDrafter:
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
-        tokens, n_rows = masked_block(last, self.backbone.config.mask_token_id, self.width)
+        tokens, n_rows = masked_block(last, self.backbone.config.mask_token_id, self.width, n_past)
         rows = Rows(tokens, slots, n_past, n_rows, tentative=True)
         chosen, scores = self.choose(self.backbone.block(rows, self.kvs), last)
         draft = limit(chosen, scores, n, self.n_min, self.options.p_min)

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..handover import hand_over, on_own_device
 from ..kernels import carry, kv
 from ..kernels.matmul import gather
+from ..kernels.rows import masked_block
 from ..kernels.select import argmax
 from ..models.base import Step
 from ..models.qwen35 import MtpBlock
@@ -85,8 +86,9 @@ class Mtp:
     @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
-        slots, tokens, position = (t.to(self.device) for t in (slots, last, n_past))
-        one = torch.ones_like(slots)
+        slots, last, position = (t.to(self.device) for t in (slots, last, n_past))
+        block, one = masked_block(last, 0, 1, position)
+        tokens = block[:, 0]
         hidden = carry.before(self.pending, slots, position)
         chosen, scores = [], []
         for i in range(n):
@@ -97,7 +99,7 @@ class Mtp:
             chosen.append(tokens)
             scores.append(first_share(logits, self.options.p_min))
             if i + 1 < n:
-                hidden, position = self.block.hidden(x), position + 1
+                hidden, position = self.block.hidden(x), position + one
         draft = limit(
             torch.stack(chosen, 1), torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..handover import on_own_device
+from ..kernels.rows import masked_block
 from ..kernels.select import argmax
 from ..rows import Rows
 from . import Draft, DraftOptions, check_cells, limit
@@ -68,16 +69,17 @@ class SmallModel:
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
-        block = torch.where(last < self.model.n_vocab, last, 0)[:, None]
+        known = torch.where(last < self.model.n_vocab, last, 0)
+        block, one = masked_block(known, 0, 1, n_past)
         scores = []
         for i in range(n):
             if self.cache.has_recurrent:
-                rows = Rows(block, slots, n_past, torch.full_like(slots, i + 1), tentative=True)
+                rows = Rows(block, slots, n_past, one * (i + 1), tentative=True)
             else:
-                rows = Rows(block[:, i:], slots, n_past + i, torch.ones_like(slots), tentative=True)
+                rows = Rows(block[:, i:], slots, n_past + one * i, one, tentative=True)
             logits = self.model.forward(rows, self.cache, logits="last").logits
             assert logits is not None
-            self.cache.accept(slots, torch.zeros_like(slots))
+            self.cache.accept(slots, torch.zeros_like(slots), one)
             block = torch.cat([block, argmax(logits)], dim=1)
             scores.append(first_share(logits[:, 0], self.options.p_min))
         draft = limit(
@@ -90,7 +92,7 @@ class SmallModel:
         """`last` and the accepted drafts stay. A second call for the same step corrects the first."""
         slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
         if self.unaccepted:
-            self.cache.accept(slots, n_accepted + 1)
+            self.cache.accept(slots, n_accepted + 1, n_accepted + 1)
         else:
             for slot, n in zip(slots.tolist(), n_accepted.tolist()):
                 self.cache.trim(slot, n + 1)

@@ -105,13 +105,14 @@ class SyntheticAcceptance:
         """(tokens [B, W], n_accepted [B]): accepted drafts stand in place of what the target chose.
 
         sampled [B, W]: the target's choices; uniforms [B, W - 1]; is_eog [V] bool: such a draft is never accepted.
+        n_accepted is -1 for padding.
         """
         n = rows.width - 1
         drafted = rows.tokens[:, 1:]
         chance = torch.nn.functional.pad(self.conditional, (0, max(0, n - len(self.conditional))))[:n]
         proposed = torch.arange(n, device=sampled.device) < (rows.n_rows - 1)[:, None]
         right = (uniforms < chance) & proposed & ~is_eog[drafted]
-        n_accepted = right.to(torch.int64).cumprod(dim=1).sum(dim=1)
+        n_accepted = torch.minimum(right.to(torch.int64).cumprod(dim=1).sum(dim=1), rows.n_rows - 1)
         taken = torch.arange(n, device=sampled.device) < n_accepted[:, None]
         tokens = sampled.clone()
         tokens[:, :n] = torch.where(taken, drafted, sampled[:, :n])

@@ -31,6 +31,11 @@ class Output:
     hidden: Tensor  # [B, W, D] after the final norm, the vectors that the head multiplies
     taps: Tensor | None  # [B, W, m * D], residual streams entering the tapped layers, in the order asked for
 
+    def first(self, n: int) -> Output:
+        """Of the first n entries."""
+        logits = None if self.logits is None else self.logits[:n]
+        return Output(logits, self.hidden[:n], None if self.taps is None else self.taps[:n])
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -218,7 +223,7 @@ class Model:
         if which == "none":
             return None
         if which == "last":
-            last = (rows.n_rows - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+            last = (rows.n_rows - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
             hidden = hidden.gather(1, last)
         return self.project(hidden)
 

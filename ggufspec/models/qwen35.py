@@ -170,7 +170,7 @@ class GatedDeltaNet:
         u, z, alpha, beta = (t.view(B, W, -1) for t in products)
         if rows.tentative:
             norm = self.norm, self.spec.eps
-            return gdn.step_prepared(u, z, alpha, beta, self.core, *norm, state, rows.slots, self.spec)
+            return gdn.step_prepared(u, z, alpha, beta, self.core, *norm, state, rows.slots, rows.n_rows, self.spec)
         o = gdn.chunk(u, alpha, beta, self.core, state, rows.slots, rows.n_rows, self.spec)
         z = z.reshape(B, W, self.spec.n_v, self.spec.d)
         return gated_norm(o, z, self.norm, self.spec.eps)

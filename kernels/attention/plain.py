@@ -30,7 +30,7 @@ def attend(
     out = q.new_zeros(B, W, H, kv.hd_v)
     for b in range(B):
         first, stored = int(n_past[b]), int(n_stored[b])
-        if stored == 0:
+        if stored <= 0:
             continue
         used = min(stored, kv.n_cells)
         n_chunks = -(-used // CELL_CHUNK)

@@ -1,7 +1,8 @@
 """Hidden rows carried from step to step: each slot's row that pairs with its next token (MTP).
 
 pending [slots, D]: the row before the slot's next position. verified [slots, most rows, D] and verified_rows [slots]:
-the rows of the slot's last tentative step and how many there were. All are changed in place.
+the rows of the slot's last tentative step and how many there were. All are changed in place, but not by entries
+without rows (padding: n_past and n_accepted are -1).
 """
 
 from types import ModuleType
@@ -25,7 +26,7 @@ def room(x: Tensor) -> ModuleType:
 def before(pending: Tensor, slots: Tensor, n_past: Tensor, hidden: Tensor | None = None) -> Tensor:
     """Each row's hidden row one position earlier: [B, W, D] for hidden [B, W, D], [B, 1, D] without.
 
-    A step's first row has the pending one before it, zeros at position 0. slots, n_past [B] int64.
+    A step's first row has the pending one before it, zeros at position 0 and for padding. slots, n_past [B] int64.
     """
     return room(pending).before(pending, slots, n_past, hidden)
 

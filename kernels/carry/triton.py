@@ -40,7 +40,7 @@ def keep_kernel(
     mask = c < D
     slot, n_rows = tl.load(slot_ptr + b), tl.load(n_rows_ptr + b)
     last = row == n_rows - 1
-    if TENTATIVE or last:
+    if (TENTATIVE or last) and n_rows > 0:
         x = tl.load(hidden_ptr + at * D + c, mask, 0.0)
         if last:
             tl.store(pending_ptr + slot * D + c, x, mask)
@@ -59,9 +59,11 @@ def take_kernel(
     b = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + b)
-    row = tl.minimum(tl.load(n_accepted_ptr + b), tl.load(verified_rows_ptr + slot) - 1)
-    x = tl.load(verified_ptr + (slot * most + row) * D + c, c < D, 0.0)
-    tl.store(pending_ptr + slot * D + c, x, c < D)
+    n_accepted = tl.load(n_accepted_ptr + b)
+    row = tl.minimum(n_accepted, tl.load(verified_rows_ptr + slot) - 1)
+    mask = (c < D) & (n_accepted >= 0)
+    x = tl.load(verified_ptr + (slot * most + row) * D + c, mask, 0.0)
+    tl.store(pending_ptr + slot * D + c, x, mask)
 
 
 def before(pending: Tensor, slots: Tensor, n_past: Tensor, hidden: Tensor | None = None) -> Tensor:

@@ -35,6 +35,6 @@ def advance(values: Tensor, taken: Tensor, slots: Tensor, tokens: Tensor, n_acce
     """After a step that began with `taken` [5, B]: updates `values` in place and returns the host's table [B, W + 2].
 
     tokens [B, W] int64: the accepted drafts, then the target's own; n_accepted, n_rows [B]. The table's columns are the
-    tokens, n_accepted and n_rows.
+    tokens, n_accepted and n_rows. Entries without rows leave their slot's values alone.
     """
     return room(values).advance(values, taken, slots, tokens, n_accepted, n_rows)

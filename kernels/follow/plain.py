@@ -12,6 +12,7 @@ def take(table: Tensor, values: Tensor) -> Tensor:
 
 def advance(values: Tensor, taken: Tensor, slots: Tensor, tokens: Tensor, n_accepted: Tensor, n_rows: Tensor) -> Tensor:
     n = n_accepted + 1
-    last = tokens.gather(1, n_accepted[:, None])[:, 0]
-    values[:, slots] = torch.stack([last, taken[1] + n, taken[2] - n, torch.minimum(n, n_rows - 1)])
+    last = tokens.gather(1, n_accepted.clamp(min=0)[:, None])[:, 0]
+    new = torch.stack([last, taken[1] + n, taken[2] - n, torch.minimum(n, n_rows - 1)])
+    values[:, slots] = torch.where(n_rows > 0, new, values[:, slots])
     return torch.cat([tokens, n_accepted[:, None], n_rows[:, None]], dim=1)

@@ -42,10 +42,11 @@ def advance_kernel(
     tokens = tl.load(token_ptr + b * token_row + i, i < W, 0)
     tl.store(out_ptr + b * (W + 2) + i, tl.where(i < W, tokens, tl.where(i == W, n, n_rows)), i < W + 2)
     slot = tl.load(slot_ptr + b)
-    tl.store(value_ptr + slot, tl.sum(tl.where(i == n, tokens, 0), 0))
-    tl.store(value_ptr + S + slot, tl.load(taken_ptr + B + b) + n + 1)
-    tl.store(value_ptr + 2 * S + slot, tl.load(taken_ptr + 2 * B + b) - n - 1)
-    tl.store(value_ptr + 3 * S + slot, tl.minimum(n + 1, n_rows - 1))
+    has_rows = n_rows > 0
+    tl.store(value_ptr + slot, tl.sum(tl.where(i == n, tokens, 0), 0), has_rows)
+    tl.store(value_ptr + S + slot, tl.load(taken_ptr + B + b) + n + 1, has_rows)
+    tl.store(value_ptr + 2 * S + slot, tl.load(taken_ptr + 2 * B + b) - n - 1, has_rows)
+    tl.store(value_ptr + 3 * S + slot, tl.minimum(n + 1, n_rows - 1), has_rows)
 
 
 def take(table: Tensor, values: Tensor) -> Tensor:

@@ -3,8 +3,8 @@ rows.
 
     state = allocate(spec, n_slots, device)
     o = chunk(u, alpha, beta, weights, state, slots, n_rows, spec)   # prompt: commits its rows
-    a = step_prepared(u, z, alpha, beta, weights, norm, eps, state, slots, spec)  # tentative rows, 1..17 a slot
-    accept(state, slots, n)                                                       # after every step
+    a = step_prepared(u, z, alpha, beta, weights, norm, eps, state, slots, n_rows, spec)  # tentative, 1..17 a slot
+    accept(state, slots, n, n_rows)                                                       # after every step
 
 u [B, W, conv_dim], alpha, beta [B, W, n_v] are the raw projections; o is [B, W, n_v, d] float32, before the
 gated norm, a the output projection's input after it.
@@ -22,7 +22,6 @@ from ggufspec.kernels.gdn.state import (
     GdnSpec,
     GdnState,
     GdnWeights,
-    accept,
     allocate,
     fits,
     link,
@@ -59,6 +58,7 @@ def step_prepared(
     norm_eps: float,
     state: GdnState,
     slots: Tensor,
+    n_rows: Tensor,
     spec: GdnSpec,
 ) -> Activation:
     """Tentative rows to the output projection's input [B * W, n_v * d], in one launch.
@@ -66,11 +66,20 @@ def step_prepared(
     Replays what was accepted of the last step, computes these rows, records their inputs; then rms_norm(o) * norm *
     silu(z) over each head's d values. u [B, W, conv_dim], z [B, W, n_v * d], alpha, beta [B, W, n_v] are raw
     projections, norm [d]. Must be followed by `accept` before the next step. All W rows are computed and recorded;
-    accepting more than are right is the caller's error. Raises ValueError for more rows than the window holds.
+    accepting more than are right is the caller's error. Only entries with n_rows 0 take no part: nothing of their slots
+    is read or changed, their results are zeros. Raises ValueError for more rows than the window holds.
     """
     if u.shape[1] > state.max_window:
         raise ValueError(f"{u.shape[1]} tentative rows do not fit a window of {state.max_window}")
-    return room(u).step_prepared(u, z, alpha, beta, weights, norm, norm_eps, state, slots, spec)
+    return room(u).step_prepared(u, z, alpha, beta, weights, norm, norm_eps, state, slots, n_rows, spec)
+
+
+def accept(state: GdnState, slots: Tensor, n: Tensor, n_rows: Tensor | None = None) -> None:
+    """Commit the first n[b] rows of the last step of slot slots[b]; once after every step, n = 0 included.
+
+    n, n_rows [B] int64: entries that had no rows in the step (n_rows 0) are left alone; None: all had some.
+    """
+    room(state.shared).accept(state, slots, n, torch.ones_like(n) if n_rows is None else n_rows)
 
 
 def chunk(

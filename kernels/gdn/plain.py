@@ -95,6 +95,14 @@ def chunk_inputs(
     return q, k, v, torch.where(valid, g, 0.0), torch.where(valid, gate, 0.0)
 
 
+def accept(state: GdnState, slots: Tensor, n: Tensor, n_rows: Tensor) -> None:
+    """As `gdn.accept`."""
+    n_replay, half = state.shared  # [n_layers, n_slots] each
+    has_rows = n_rows > 0
+    half[:, slots] = torch.where(has_rows, 1 - half[:, slots], half[:, slots])
+    n_replay[:, slots] = torch.where(has_rows, n, n_replay[:, slots])
+
+
 def replay(state: GdnState, slots: Tensor) -> None:
     """Accepted rows of the windows into the committed states, the last convolution inputs to the other half.
     `counts` stays as it is."""
@@ -116,12 +124,13 @@ def replay_slot(state: GdnState, slot: int) -> Tensor:
 
 
 def step(
-    u: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, state: GdnState, slots: Tensor, spec: GdnSpec
-) -> Tensor:
+    u: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, state: GdnState, slots: Tensor, n_rows: Tensor,
+    spec: GdnSpec,
+) -> Tensor:  # fmt: skip
     """Tentative rows of each slot to [B, W, n_v, d], replay first; their inputs are recorded."""
     B, W, _ = u.shape
-    out = u.new_empty(B, W, spec.n_v, spec.d)
-    for b in range(B):
+    out = u.new_zeros(B, W, spec.n_v, spec.d)
+    for b in n_rows.nonzero()[:, 0].tolist():
         slot = int(slots[b])
         tail = replay_slot(state, slot)
         q, k, v, g, gate = inputs(u[b], alpha[b], beta[b], tail, weights, spec)
@@ -136,8 +145,8 @@ def step(
 
 def step_prepared(
     u: Tensor, z: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, norm: Tensor, norm_eps: float,
-    state: GdnState, slots: Tensor, spec: GdnSpec,
+    state: GdnState, slots: Tensor, n_rows: Tensor, spec: GdnSpec,
 ) -> Activation:  # fmt: skip
     """`step`, then the gated norm of each head, prepared: rows [B * W, n_v * d]."""
-    o = step(u, alpha, beta, weights, state, slots, spec)
+    o = step(u, alpha, beta, weights, state, slots, n_rows, spec)
     return gated_norm(o, z.reshape(o.shape), norm, norm_eps)

@@ -132,13 +132,6 @@ def link(states: Sequence[GdnState]) -> None:
         state.shared, state.counts = shared, shared[:, i]
 
 
-def accept(state: GdnState, slots: Tensor, n: Tensor) -> None:
-    """Commit the first n[b] rows of the last step of slot slots[b]; once after every step, n = 0 included."""
-    n_replay, half = state.shared  # [n_layers, n_slots] each
-    half[:, slots] = 1 - half[:, slots]
-    n_replay[:, slots] = n
-
-
 def trim(state: GdnState, slot: int, n: int) -> None:
     """Correct the last `accept` of a slot to n rows (its layers' shared count); before the next step or
     chunk."""

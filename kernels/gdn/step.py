@@ -24,7 +24,7 @@ from torch import Tensor
 from ggufspec.kernels.gdn.state import GdnSpec, GdnState, GdnWeights
 from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
 from ggufspec.kernels.matmul.weight import Activation
-from ggufspec.kernels.overlap import ENTRY_NUMBERS, overlap, release, wait
+from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap, release, wait
 from ggufspec.kernels.prepared.triton import Target
 
 PIECE = 32  # keys of a state row that a register tile holds: eight lanes of four, so that a sum is three shuffles
@@ -117,8 +117,9 @@ def values_of(v_at, g_at, beta_at, j, D: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["W", "alpha_row", "beta_row"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def step_kernel(
     u_ptr, z_ptr, alpha_ptr, beta_ptr, taps_ptr, dt_ptr, a_ptr, norm_ptr, state_ptr, window_u_ptr, window_k_ptr,
-    window_v_ptr, window_g_ptr, window_beta_ptr, slot_ptr, counts_ptr, arrived_ptr, scratch_ptr, o_ptr, rows_ptr,
-    scale_ptr, eps, norm_eps, scale, W, N_K, N_V, n_slots, max_window, u_row, z_row, alpha_row, beta_row, counts_row,
+    window_v_ptr, window_g_ptr, window_beta_ptr, slot_ptr, n_rows_ptr, counts_ptr, arrived_ptr, scratch_ptr, o_ptr,
+    rows_ptr, scale_ptr, eps, norm_eps, scale, W, N_K, N_V, n_slots, max_window, u_row, z_row, alpha_row, beta_row,
+    counts_row,
     D: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
     TILE: tl.constexpr, KERNEL: tl.constexpr, CARRIED: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
@@ -127,6 +128,7 @@ def step_kernel(
 
     taps [KERNEL, C]; scratch [entries, N_V, PARTS, W, 2, D]: q, k of a program's new rows; o [entries * W,
     N_V, D]; arrived [entries, N_V], zero between steps; rows float16 [entries * W, WIDTH]; others as in `GdnState`.
+    An entry whose n_rows is 0 leaves zeros in `rows` and nothing else; with W = 0 n_rows is not asked.
     """
     release(PDL)
     part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -144,9 +146,23 @@ def step_kernel(
         near = tl.load(slot_ptr + b, cache_modifier=".cg")
         near = tl.minimum(tl.maximum(near, 0), n_slots - 1)
         line = tl.minimum(tl.arange(0, VALUES * BLOCK // 32) * 32, VALUES * D - 1)
+        line = tl.where(tl.load(n_rows_ptr + b, cache_modifier=".cg") == 0, 0, line)  # padding: hardly any
         prefetch(state_ptr + ((near * N_V + h) * D + part * VALUES) * D + line)
     wait(PDL)
     slot = tl.load(slot_ptr + b).to(tl.int32)
+    if (tl.load(n_rows_ptr + b) == 0) & (W > 0):
+        if part == 0:
+            for w in range(0, W):
+                row = (b * W + w).to(tl.int64)
+                tl.store(rows_ptr + row * WIDTH + row_place(h * D + e), tl.zeros(e.shape, tl.float16), e < D)
+                if h == 0:
+                    tl.store(scale_ptr + row, FIXED_SCALE)
+                if PAD > 0:
+                    if h == N_V - 1:
+                        past = N_V * D + tl.arange(0, 256)[None, :]
+                        zero = tl.zeros((1, 256), tl.float16)
+                        tl.store(rows_ptr + row * WIDTH + row_place(past), zero, past < WIDTH)
+        return
     at = state_ptr + ((slot * N_V + h).to(tl.int64) * D + j[:, None]) * D + i[None, :]
     A = pieces(at, i[None, :], (j < D)[:, None], D, N, SIZE)
     n = tl.load(counts_ptr + slot).to(tl.int32)
@@ -282,7 +298,7 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
 
 def launch(
     u: Tensor, z: Tensor, alpha: Tensor, beta: Tensor, weights: tuple[Tensor, ...], norm_eps: float, to: Target,
-    state: GdnState, slots: Tensor, spec: GdnSpec, parts: int,
+    state: GdnState, slots: Tensor, n_rows: Tensor, spec: GdnSpec, parts: int,
 ) -> None:  # fmt: skip
     """weights: taps, dt, a, norm."""
     B, W, d = slots.shape[0], u.shape[1], spec.d
@@ -295,8 +311,8 @@ def launch(
     carried = triton.next_power_of_2(spec.conv_kernel - 1) if spec.conv_kernel > 1 else 0
     step_kernel[(parts, spec.n_v, B)](
         u, z, alpha, beta, *weights, state.state, state.window_u, state.window_k, state.window_v, state.window_g,
-        state.window_beta, slots, state.counts, state.arrived, scratch, o, to.rows, to.scale, spec.eps, norm_eps,
-        d**-0.5, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, u_row, z_row, alpha_row, beta_row,
+        state.window_beta, slots, n_rows, state.counts, state.arrived, scratch, o, to.rows, to.scale, spec.eps,
+        norm_eps, d**-0.5, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, u_row, z_row, alpha_row, beta_row,
         state.counts.stride(0), d, block, values, block // size, size, TILE, spec.conv_kernel, carried, to.width,
         to.width - n_columns, parts, num_warps=WARPS,
         maxnreg=REGISTERS if values * block > STATE_ELEMENTS // 2 else REGISTERS_OF_HALF, **overlap(slots, fuse=False),
@@ -305,14 +321,14 @@ def launch(
 
 def step_prepared(
     u: Tensor, z: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, norm: Tensor, norm_eps: float,
-    state: GdnState, slots: Tensor, spec: GdnSpec, parts: int | None = None,
+    state: GdnState, slots: Tensor, n_rows: Tensor, spec: GdnSpec, parts: int | None = None,
 ) -> Activation:  # fmt: skip
     """As `plain.step_prepared`. parts: programs a head is split over, chosen by size if not given."""
     B, W, _ = u.shape
     to = Target(B * W, spec.n_v * spec.d, u)
     parts = parts_of(spec, B, W, u.device) if parts is None else parts
     constants = weights.taps, weights.dt, weights.a, norm
-    launch(u, z, alpha, beta, constants, norm_eps, to, state, slots, spec, parts)
+    launch(u, z, alpha, beta, constants, norm_eps, to, state, slots, n_rows, spec, parts)
     return to.activation
 
 
@@ -323,4 +339,26 @@ def replay(state: GdnState, slots: Tensor) -> None:
     constants = (state.window_u,) * 4  # no row is computed with them
     parts = parts_of(spec, slots.shape[0], state.max_window, slots.device)
     to = Target(0, spec.n_v * spec.d, none)
-    launch(none, none, none, none, constants, 0.0, to, state, slots, spec, parts)
+    launch(none, none, none, none, constants, 0.0, to, state, slots, slots, spec, parts)  # without rows for any
+
+
+@triton.jit(do_not_specialize_on_alignment=[*ENTRY_NUMBERS, "n_ptr"])
+def accept_kernel(
+    shared_ptr, slot_ptr, n_ptr, n_rows_ptr, n_layers, n_slots, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program (entry): the slot's counts of all layers, shared [2, n_layers, n_slots]."""
+    begin(PDL)
+    b, i = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = (i < n_layers) & (tl.load(n_rows_ptr + b) > 0)
+    at = shared_ptr + i * n_slots + tl.load(slot_ptr + b)
+    tl.store(at + n_layers * n_slots, 1 - tl.load(at + n_layers * n_slots, mask, 0), mask)
+    tl.store(at, tl.load(n_ptr + b), mask)
+
+
+def accept(state: GdnState, slots: Tensor, n: Tensor, n_rows: Tensor) -> None:
+    """As `gdn.accept`."""
+    _, n_layers, n_slots = state.shared.shape
+    accept_kernel[(slots.shape[0],)](
+        state.shared, slots.contiguous(), n.contiguous(), n_rows.contiguous(), n_layers, n_slots,
+        max(2, triton.next_power_of_2(n_layers)), num_warps=1, **overlap(slots),
+    )  # fmt: skip

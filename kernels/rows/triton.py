@@ -28,12 +28,12 @@ def positions_kernel(n_past_ptr, n_rows_ptr, all_ptr, valid_ptr, W, BLOCK: tl.co
 
 
 @triton.jit(**FEW)
-def masked_block_kernel(last_ptr, token_ptr, n_rows_ptr, mask, W, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def masked_block_kernel(last_ptr, n_past_ptr, token_ptr, n_rows_ptr, mask, W, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     tl.store(token_ptr + b * W + i, tl.where(i == 0, tl.load(last_ptr + b), mask), i < W)
-    tl.store(n_rows_ptr + b, b * 0 + W)
+    tl.store(n_rows_ptr + b, tl.where(tl.load(n_past_ptr + b) < 0, 0, W).to(tl.int64))
 
 
 @triton.jit(**FEW)
@@ -81,12 +81,13 @@ def positions(n_past: Tensor, n_rows: Tensor, width: int) -> tuple[Tensor, Tenso
     return every, valid
 
 
-def masked_block(last: Tensor, mask: int, width: int) -> tuple[Tensor, Tensor]:
+def masked_block(last: Tensor, mask: int, width: int, n_past: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.empty((len(last), width), dtype=torch.int64, device=last.device)
     n_rows = torch.empty_like(last)
     masked_block_kernel[(len(last),)](
-        last.contiguous(), tokens, n_rows, mask, width, whole(width), num_warps=1, **overlap(tokens)
-    )
+        last.contiguous(), n_past.contiguous(), tokens, n_rows, mask, width, whole(width), num_warps=1,
+        **overlap(tokens),
+    )  # fmt: skip
     return tokens, n_rows
 
 

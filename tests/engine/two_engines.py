@@ -20,6 +20,7 @@ from ggufspec.job import Event, Job
 from ggufspec.laps import Laps
 from ggufspec.models import Model, load_model
 from ggufspec.placement import Placement
+from ggufspec.rows import Rows
 from ggufspec.sampling import SamplingParams
 from ggufspec.slot import Slot
 from ggufspec.tokenizer import Tokenizer
@@ -76,6 +77,8 @@ class Replay:
         for place, value in zip(self.outputs, made):
             if isinstance(place, Laps):
                 place.marks = value.marks
+            if isinstance(place, Rows):  # what follows from its tensors, which a graph would have made anew
+                vars(place).pop("_positions", None)
 
 
 class Replays(Graphs):

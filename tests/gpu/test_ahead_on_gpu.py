@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from two_engines import GREEDY, KINDS, SAMPLED, Family, both, drain, n_ahead, watch  # noqa: E402
+from two_engines import (  # noqa: E402
+    GREEDY,
+    KINDS,
+    SAMPLED,
+    Family,
+    both,
+    drain,
+    n_ahead,
+    outcome,
+    same_slots,
+    watch,
+)
 
 from ggufspec.adaptive import adaptive_for  # noqa: E402
 from ggufspec.drafters.synth import SyntheticAcceptance, rates_of_length  # noqa: E402
@@ -42,6 +53,26 @@ def test_the_same_streams_and_slots(family, kind, sampling):
 
     engine, launches = both(family, kind, play, n_slots=3)
     assert n_ahead(launches) > 0.5 * engine.stats.n_decode
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_steps(family, kind):
+    """Five streams of seven slots, beside texts that are kept: captured steps of six entries, eager of five."""
+    engines, played = [], []
+    for use_graphs in (True, False):
+        engine = family.engine(kind, use_graphs, n_slots=7, use_graphs=use_graphs)
+        jobs = [engine.submit(Request([60 + b, *family.prompts[b % 3]], SAMPLED, n_predict=5)) for b in range(7)]
+        drain(engine)
+        jobs += [engine.submit(Request([80 + b, *family.prompts[b % 3]], GREEDY, n_predict=40 + b)) for b in range(5)]
+        drain(engine)
+        for job in jobs[5:7]:
+            jobs.append(engine.submit(Request([*job.request.prompt, *job.generated, 50], GREEDY, n_predict=9)))
+        drain(engine)
+        engines.append(engine), played.append(list(map(outcome, jobs)))
+    assert played[0] == played[1]
+    same_slots(*engines)
+    sizes = {entry.inputs[0].shape[1] for entry in engines[0].decoder.graphs.captured.values()}
+    assert 6 in sizes and 5 not in sizes
 
 
 @pytest.mark.parametrize("kind", KINDS)

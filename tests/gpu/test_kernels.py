@@ -62,7 +62,7 @@ def test_a_step_can_be_captured():
         turned = kvs.norm_rope_store(kv, q, k, v, slots, positions, (weight, weight, 1e-6), (cos, sin, ropes))
         o = attention.attend(turned, kv, slots, n_past, n_rows, mask, q_rotated=True)
         u, alpha, beta = rows
-        r = gdn.step_prepared(u, z, alpha, beta, weights, head_norm, 1e-6, state, slots, spec).rows.float()
+        r = gdn.step_prepared(u, z, alpha, beta, weights, head_norm, 1e-6, state, slots, n_rows, spec).rows.float()
         gdn.accept(state, slots, n)
         normed = norm.add_rms_norm(o.flatten(2), o.flatten(2), torch.ones(H * hd, device="cuda"), 1e-6)[1]
         logits = torch.cat((normed, r.view(1, W, -1)), -1)

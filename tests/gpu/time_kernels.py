@@ -105,7 +105,7 @@ def attend(W: int, depth: int, type_name: str, rate: float, n_cells: int = 0) ->
 
 def recurrent(W: int, rate: float) -> None:
     states = [gdn.allocate(SPEC, 1, "cuda") for _ in range(COPIES)]
-    slots = torch.zeros(1, dtype=torch.int64, device="cuda")
+    slots, n_rows = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.full((1,), W, device="cuda")
     weights = gdn.GdnWeights(random(SPEC.conv_dim, 4), random(48), -random(48).abs())
     u, z, alpha, beta = random(1, W, SPEC.conv_dim), random(1, W, 6144), random(1, W, 48), random(1, W, 48)
     norm = random(128)
@@ -118,7 +118,7 @@ def recurrent(W: int, rate: float) -> None:
 
             def run(i: int, parts: int = parts) -> object:
                 state = states[i % COPIES]
-                return gdn_step.step_prepared(u, z, alpha, beta, weights, norm, 1e-6, state, slots, SPEC, parts)
+                return gdn_step.step_prepared(u, z, alpha, beta, weights, norm, 1e-6, state, slots, n_rows, SPEC, parts)
 
             us = microseconds(run)
             report(f"gdn step, {n_replay} replayed, {parts} parts", W, us, size * (2 if n_replay else 1), rate)

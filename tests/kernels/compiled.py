@@ -25,7 +25,7 @@ from ggufspec.kernels.select import triton as select_triton
 
 KERNELS = {
     "norm_kernel", "activation_kernel", "tables_kernel", "rotate_kernel", "store_kernel", "spin_kernel",
-    "split_kernel", "combine_kernel", "prompt_kernel", "step_kernel",
+    "split_kernel", "combine_kernel", "prompt_kernel", "step_kernel", "accept_kernel",
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
     "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",
@@ -83,7 +83,8 @@ def recurrent(capability: int) -> None:
     u, alpha, beta = rows
     for parts in (1, 2):
         gdn_step.step_prepared(u, torch.zeros(1, 8, 6144), alpha, beta, weights, torch.zeros(128), 1e-6, state, slots,
-                               spec, parts)  # fmt: skip
+                               slots + 8, spec, parts)  # fmt: skip
+    gdn_step.accept(state, slots, slots, slots)
     if capability >= 80:
         gdn_scan.config_for = lambda device: gdn_scan.HOPPER if capability == 90 else gdn_scan.USUAL
         gdn_prompt.chunk(*rows, weights, state, slots, slots, spec)
@@ -116,7 +117,7 @@ def selection() -> None:
 def bookkeeping() -> None:
     n, draft = torch.ones(2, dtype=torch.int64), torch.zeros(2, 7, dtype=torch.int64)
     rows_triton.positions(n, n, 8)
-    rows_triton.masked_block(n, 9, 8)
+    rows_triton.masked_block(n, 9, 8, n)
     tokens, n_rows = rows_triton.lay_out(n, draft, n, 248320)
     rows_triton.accepted_prefix(tokens, tokens, n_rows, torch.zeros(248320, dtype=torch.bool))
     state = torch.zeros(4, 5120), torch.zeros(4, 16, 5120), n

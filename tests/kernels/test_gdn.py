@@ -50,7 +50,7 @@ def decode(state: GdnState, rows, start: int, accepted: list[int], widths: list[
     for n, W in zip(accepted, widths):
         u, alpha, beta = (x[:, start : start + W].clone() for x in rows)
         u[:, n:], alpha[:, n:], beta[:, n:] = 9.0, -3.0, 3.0  # wrong rows are something else
-        outs.append(plain.step(u, alpha, beta, weights(), state, one(slot), SPEC)[0, :n])
+        outs.append(plain.step(u, alpha, beta, weights(), state, one(slot), one(W), SPEC)[0, :n])
         gdn.accept(state, one(slot), one(n))
         start += n
     return torch.cat(outs)
@@ -125,7 +125,7 @@ def test_slots_do_not_see_each_other():
     start = 30
     for n in (2, 0, 3):
         part = (x[:, start : start + 4] for x in both)
-        outs.append(plain.step(*part, weights(), shared, slots, SPEC)[1, :n])
+        outs.append(plain.step(*part, weights(), shared, slots, torch.tensor([4, 4]), SPEC)[1, :n])
         gdn.accept(shared, slots, torch.tensor([1, n]))
         start += n
     assert torch.allclose(a[:30], outs[0], atol=1e-6)
@@ -139,6 +139,29 @@ def test_padding_rows_of_a_prompt_leave_no_trace(W):
     prompt(exact, rows, 0, 4)
     gdn.chunk(*rows, weights(), padded, one(1), one(4), SPEC)
     assert torch.allclose(exact.state, padded.state, atol=1e-6) and torch.equal(tail(exact), tail(padded))
+
+
+def test_entries_without_rows_leave_no_trace():
+    """Whatever awaits its replay in their slots; their neighbours' bits stay the same."""
+    rows, other = sequence(40), sequence(40, seed=1)
+    alone, shared = gdn.allocate(SPEC, 3, "cpu"), gdn.allocate(SPEC, 3, "cpu")
+    for state in (alone, shared):
+        prompt(state, rows, 0, 20), prompt(state, other, 0, 20, slot=0)
+        decode(state, other, 20, [3, 4], [8, 8], slot=0)
+    start, slots, n_rows = 20, torch.tensor([0, 1]), torch.tensor([0, 4])
+    z, norm = torch.randn(2, 4, SPEC.n_v * SPEC.d), torch.randn(SPEC.d)
+    for n in (2, 4, 1):
+        u, alpha, beta = (torch.cat((torch.full_like(x[:, :4], torch.nan), x[:, start : start + 4])) for x in rows)
+        got = gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-5, shared, slots, n_rows, SPEC).rows
+        got = got.view(2, 4, -1)
+        want = gdn.step_prepared(
+            u[1:], z[1:], alpha[1:], beta[1:], weights(), norm, 1e-5, alone, one(1), one(4), SPEC
+        ).rows
+        assert torch.equal(got[1], want) and not got[0].any()
+        gdn.accept(shared, slots, torch.tensor([5, n]), n_rows), gdn.accept(alone, one(1), one(n))
+        start += n
+    for mine, theirs in zip((*vars(shared).values(),), (*vars(alone).values(),)):
+        assert not isinstance(mine, torch.Tensor) or torch.equal(mine, theirs)
 
 
 def test_linked_layers_accept_together():
@@ -195,8 +218,8 @@ def test_a_prepared_step_is_a_step_and_a_gated_norm():
     u, alpha, beta = sequence(5)
     z, norm = torch.randn(1, 5, SPEC.n_v * SPEC.d), torch.randn(SPEC.d)
     a, b = (gdn.allocate(SPEC, 2, "cpu") for _ in range(2))
-    got = gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-5, a, one(1), SPEC)
-    o = plain.step(u, alpha, beta, weights(), b, one(1), SPEC)
+    got = gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-5, a, one(1), one(5), SPEC)
+    o = plain.step(u, alpha, beta, weights(), b, one(1), one(5), SPEC)
     expected = gated_norm(o, z.view(o.shape), norm, 1e-5).view(5, -1)
     assert torch.equal(got.rows, expected) and got.n_columns == SPEC.n_v * SPEC.d
 
@@ -206,7 +229,7 @@ def test_too_many_rows_are_refused():
     with pytest.raises(ValueError, match="5 tentative rows.*window of 4"):
         u, alpha, beta = sequence(5)
         z, norm = torch.zeros(1, 5, SPEC.n_v * SPEC.d), torch.ones(SPEC.d)
-        gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-6, state, one(0), SPEC)
+        gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-6, state, one(0), one(5), SPEC)
 
 
 def test_convolution_sees_the_tail():

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 pytest.importorskip("triton")
 CASES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
          "attention_splits", "attention_prepared",
-         "gdn_steps", "gdn_prompt", "gdn_repeated_keys", "selection", "selector_walk", "dynamic_conv",
+         "gdn_steps", "gdn_padding", "gdn_prompt", "gdn_repeated_keys", "selection", "selector_walk", "dynamic_conv",
          "rows", "carry", "markov_tokens", "selector_rows", "prepared", "prepared_wide")  # fmt: skip
 
 
