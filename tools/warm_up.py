@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
 
 from ggufspec.engine import Engine
 from ggufspec.job import Request
+from ggufspec.rehearsal import rehearse
 from ggufspec.sampling import SamplingParams
+from ggufspec.tools.model_defaults import sampling_of
 from ggufspec.tools.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -15,16 +19,41 @@ N_PROMPT, N_STEPS = 8, 4
 
 
 def warm_up(runtime: Runtime) -> None:
-    """On a GPU: one stream and all slots together, at the draft lengths that `auto` begins with."""
+    """On a GPU: kernels are compiled, then steps run that nobody reads. `--no-warmup` leaves all that to requests."""
     engine = runtime.engine
-    if engine.device.type != "cuda" or not runtime.settings.common.warmup:
+    if engine.device.type != "cuda":
         return
-    token = runtime.tokenizer.bos or 0
+    if runtime.settings.common.warmup:
+        compile_kernels(engine, [sampling_of(runtime.settings, runtime.file.metadata)])
+        run_all(engine, runtime.tokenizer.bos or 0)
+    from ggufspec.kernels.ahead import tell_of_compilations
+
+    tell_of_compilations()  # whatever comes now comes in the middle of somebody's request
+
+
+def run_all(engine: Engine, token: int) -> None:
+    """One stream and all slots together, at the draft lengths that `auto` begins with."""
     for n_streams in sorted({1, len(engine.slots)}):
         run(engine, token, n_streams)
     if engine.policy is not None:
         for n_streams in sorted({1, len(engine.slots)}):
             log.info("times with %d stream(s): %s", n_streams, engine.policy.costs.shown(n_streams))
+
+
+def compile_kernels(engine: Engine, sampling: Sequence[SamplingParams]) -> None:
+    """On a GPU: all kernels that requests will need, several at once; those of earlier runs are read from disk.
+
+    sampling: as requests will ask for it, beside greedy choice. The ranks of a tensor split rehearse nothing: they
+    would have to do it all together. There kernels are compiled where they are first launched.
+    """
+    if engine.device.type != "cuda" or engine.link is not None:
+        return
+    from ggufspec.kernels.ahead import compiled_ahead
+
+    began = time.perf_counter()
+    with compiled_ahead() as kernels:
+        rehearse(engine, sampling)
+    log.info("%d kernels compiled or read from disk in %.1f s", kernels.n_kernels, time.perf_counter() - began)
 
 
 def run(engine: Engine, token: int, n_streams: int) -> None:
