@@ -110,6 +110,30 @@ def load_tile(
 
 
 @triton.jit
+def visible(
+    start, position, valid, n_stored, used, n_cells, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """[M, N]: which of the cells start .. start + N the rows at positions [M] see, none where not valid [M].
+
+    RING: cells hold the newest n_cells of n_stored positions. WINDOW: `window` may be above 0.
+    """
+    cell = (start + tl.arange(0, N)).to(tl.int32)
+    held = cell
+    if RING:
+        behind = n_stored - 1 - cell
+        held = tl.where(behind >= 0, n_stored - 1 - behind % n_cells, cell - n_cells)
+        held = tl.where(n_stored <= n_cells, cell, held)
+    distance = position[:, None] - held[None, :]
+    seen = valid[:, None] & ((cell < used) & (held >= 0))[None, :]
+    if CAUSAL:
+        seen = seen & (distance >= 0)
+    if WINDOW:
+        seen = seen & ((distance < window) | (window <= 0))
+    return seen
+
+
+@triton.jit
 def product(a, b, SPLIT: tl.constexpr):
     """a (float32) times b in float32. SPLIT: a as the sum of two numbers of b's type, as bfloat16 alone is coarse."""
     if b.dtype == tl.float32:

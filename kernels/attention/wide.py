@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ggufspec.kernels.attention.spec import AttentionSpec
-from ggufspec.kernels.attention.tiles import compute_type, load_tile, product
+from ggufspec.kernels.attention.tiles import compute_type, load_tile, product, visible
 from ggufspec.kernels.kv.storage import KV
 from ggufspec.kernels.kv.triton import as_halves, iq4_table, kind_of
 from ggufspec.kernels.overlap import begin, overlap
@@ -57,18 +57,7 @@ def prompt_kernel(
     for start in range(low.to(tl.int64), end.to(tl.int64), N):
         k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
                       KIND_K, HD_K, BLOCK_K, N, TYPE_K, ASM)  # fmt: skip
-        cell = (start + tl.arange(0, N)).to(tl.int32)
-        held = cell
-        if RING:
-            behind = n_stored - 1 - cell
-            held = tl.where(behind >= 0, n_stored - 1 - behind % n_cells, cell - n_cells)
-            held = tl.where(n_stored <= n_cells, cell, held)
-        distance = position[:, None] - held[None, :]
-        seen = valid[:, None] & ((cell < used) & (held >= 0))[None, :]
-        if CAUSAL:
-            seen = seen & (distance >= 0)
-        if window > 0:
-            seen = seen & (distance < window)
+        seen = visible(start, position, valid, n_stored, used, n_cells, window, CAUSAL, True, RING, N)
         scores = tl.where(seen, product(q, tl.trans(k), SPLIT_K), float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
