@@ -23,7 +23,7 @@ from .drafters.dflash import DFlash
 from .drafters.dflash_config import read_dflash_config
 from .drafters.load import borrows_head, row_limit, whole_head
 from .drafters.mtp import Mtp
-from .drafters.recognize import check_pair, check_type, file_for, infer_types
+from .drafters.recognize import check_pair, check_types, file_for, infer_types
 from .drafters.small_model import SmallModel
 from .errors import PlacementError
 from .kernels.gdn.chunked import CHUNK
@@ -243,8 +243,7 @@ def prompt_bytes(layer: RecurrentLayer, T: int) -> int:
 
 def check(q: Question) -> None:
     """Whether the drafter's file and types fit the target; ConfigError or UnsupportedError if not."""
-    for name in q.drafter_types:
-        check_type(name, file_for(name, q.draft_file), q.file)
+    check_types(q.drafter_types, q.draft_file, q.file)
     if q.draft_file is not None and any(name.startswith("draft-") for name in q.drafter_types):
         check_pair(q.draft_file, q.file)
 

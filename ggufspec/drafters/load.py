@@ -24,7 +24,7 @@ from .ngram_mod import NgramMod
 from .ngram_simple import NgramSimple
 from .ngram_sizes import ModSizes, NgramSizes
 from .owned import Ownership
-from .recognize import check_pair, check_type, file_for, infer_types
+from .recognize import check_pair, check_types, file_for, infer_types
 from .small_model import SmallModel
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def load_drafter(
             "%s is an ordinary model: it drafts only with --spec-type draft-simple; no speculation", draft_file.path
         )
     has_model = [name for name in types if name.startswith("draft-")]
-    for name in types:
-        check_type(name, file_for(name, draft_file), target_file)
+    check_types(types, draft_file, target_file)
     if draft_file is not None and has_model:
         check_pair(draft_file, target_file, can_tap=target.can_tap)
     elif draft_file is not None and types:

@@ -84,6 +84,19 @@ def file_for(spec_type: str, draft: GGUFFile | None) -> GGUFFile | None:
     return draft
 
 
+def check_types(types: Sequence[str], draft: GGUFFile | None, target: GGUFFile) -> None:
+    """`check_type` for each type with its own file, and whether any model drafter asked for is what the file is."""
+    for name in types:
+        check_type(name, file_for(name, draft), target)
+    with_model = [name for name in types if name.startswith("draft-")]
+    if draft is not None and with_model and all(file_for(name, draft) is None for name in with_model):
+        kind = kind_of(draft)
+        raise ConfigError(
+            f"{draft.path}: is a {_NAMES[kind]} drafter, but --spec-type is {','.join(with_model)}; expected "
+            f"--spec-type {_SPEC_TYPE[kind]}, or no --model-draft to draft with the target's own MTP block"
+        )
+
+
 def check_type(spec_type: str, draft: GGUFFile | None, target: GGUFFile) -> None:
     """Whether the files can serve a `--spec-type`; ConfigError says what the file is instead."""
     if spec_type in NEEDS_FILE and draft is None:

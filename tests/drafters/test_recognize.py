@@ -8,6 +8,7 @@ from small_vocabulary import byte_bpe
 from ggufspec.drafters.recognize import (
     check_pair,
     check_type,
+    check_types,
     infer_types,
     parse_types,
 )
@@ -62,6 +63,18 @@ def test_type_and_file_disagree(folder, target):
     ]:
         with pytest.raises(ConfigError, match=message):
             check_type(kind, draft, target)
+
+
+def test_a_file_that_no_type_would_use(folder):
+    """`draft-mtp` means the target's own block beside a `dflash` file: alone it would leave the file unused."""
+    target = open_gguf(make_qwen35(folder / "q35.gguf", n_layers=4, **SMALL))
+    dspark = dflash(folder, kind="dspark")
+    with pytest.raises(ConfigError, match="a DSpark drafter, but --spec-type is draft-mtp; expected --spec-type dr"):
+        check_types(("ngram-mod", "draft-mtp"), dspark, target)
+    for types in (("draft-mtp", "draft-dspark"), ("draft-dspark",), ("ngram-mod",)):
+        check_types(types, dspark, target)
+    check_types(("draft-mtp",), None, target)
+    check_types(("draft-mtp",), target, target)
 
 
 def test_mtp_needs_a_whole_block(folder, target):
