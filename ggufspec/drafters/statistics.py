@@ -75,15 +75,18 @@ class Statistics:
         }
 
     def line(self) -> str:
-        """The line llama.cpp prints per drafter when a request ends."""
+        """The line llama.cpp prints per drafter when a request ends.
+
+        It counts an accept call for each draft that was not empty, and shows positions up to the last one accepted.
+        """
         text = (
             f"statistics {self.name:>16}: "
-            f"#calls(b,g,a) = {self.n_begin:4d} {self.n_propose:6d} {self.n_accept:6d}, "
+            f"#calls(b,g,a) = {self.n_begin:4d} {self.n_propose:6d} {self.n_drafts:6d}, "
             f"#gen drafts = {self.n_drafts:6d}, #acc drafts = {self.n_accepted_drafts:5d}, "
             f"#gen tokens = {self.draft_n:6d}, #acc tokens = {self.draft_n_accepted:5d}"
         )
-        if self.n_accept:
-            rates = ", ".join(f"{rate:.3f}" for rate in self.per_position())
+        if self.n_drafts:
+            rates = ", ".join(f"{count / self.n_drafts:.3f}" for count in self.accepted_at)
             text += f", #mean acc len = {self.mean_accepted_length:.2f}, #acc rate/pos = ({rates})"
         return f"{text}, dur(b,g,a) = {self.begin_ms:.3f}, {self.propose_ms:.3f}, {self.accept_ms:.3f} ms"
 

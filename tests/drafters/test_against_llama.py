@@ -4,6 +4,7 @@ With so few tokens a random drafter is right about once in twelve, so that the c
 """
 
 import re
+import time
 
 import pytest
 from families import make_dflash, make_qwen3, make_qwen35
@@ -178,3 +179,25 @@ def test_a_chain_of_ngram_and_model(folder):
     assert all(member.stats.draft_n_accepted > 0 for member in drafter.members)
     params = {f"speculative.ngram_simple.{k}": v for k, v in vars(sizes).items()}
     compare(ours, *llama(target_path, draft, kinds, n_max=4, params=params))
+
+
+@pytest.mark.parametrize("seed, draft_seed, any_accepted", [(3, 5, True), (5, 6, False)])
+def test_statistics_are_printed_alike(folder, seed, draft_seed, any_accepted):
+    """Accept calls, drafts, tokens and the list of positions: with steps without a draft, and with nothing accepted."""
+    target_path = make_qwen3(folder / f"q{seed}.gguf", seed=seed, vocabulary=twelve_letters(), **SMALL)
+    draft = make_dflash(
+        folder / f"s{seed}.gguf", kind="dspark", seed=draft_seed, vocabulary=twelve_letters(mask=True), **SMALL
+    )
+    file, target = load_target(target_path)
+    options = dict(n_max=6, p_min=0.3)
+    drafter = make_drafter(file, target, draft, ["draft-dspark"], type_k="f32", type_v="f32", **options)
+    ours = generate(target, drafter, PROMPT, N_PREDICT, banned=(0,))
+    assert any(not drafted for drafted, _ in ours.steps) and (ours.n_accepted > 0) == any_accepted
+    cut = re.compile(r"statistics +draft-dspark: #calls.b,g,a. = +\d+ +\d+( +\d+, #gen drafts.*), dur")
+    with Peer(target_path, draft=draft, kinds=["draft-dspark"], verbosity=4, type_k="f32", type_v="f32",
+              draft_type_k="f32", draft_type_v="f32", flash_attention="off", **options) as peer:  # fmt: skip
+        peer.complete(PROMPT, N_PREDICT, ignore_eos=True)
+        deadline = time.monotonic() + 10  # its log is written behind
+        while not (found := cut.findall(peer.log())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert cut.findall(drafter.stats.line()) == found[-1:] != []

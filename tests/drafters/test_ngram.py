@@ -320,16 +320,20 @@ def test_sizes_out_of_range_name_the_option():
 
 def test_statistics_as_llama_prints_them():
     drafter = NgramSimple(1, 300, 2, 4)
-    for call, n in (("begin", 1), ("propose", 1), ("accept", 2)):
+    assert drafter.stats.line() == (
+        "statistics     ngram-simple: #calls(b,g,a) =    0      0      0, #gen drafts =      0, #acc drafts =     0, "
+        "#gen tokens =      0, #acc tokens =     0, dur(b,g,a) = 0.000, 0.000, 0.000 ms"
+    )
+    for call, n in (("begin", 1), ("propose", 3), ("accept", 3)):
         for _ in range(n):
             drafter.stats.add(call, 1.25 / n)
     drafter.stats.record(4, 2)
     drafter.stats.record(3, 0)
     drafter.stats.record(0, 0)
     assert drafter.stats.line() == (
-        "statistics     ngram-simple: #calls(b,g,a) =    1      1      2, #gen drafts =      2, "
+        "statistics     ngram-simple: #calls(b,g,a) =    1      3      2, #gen drafts =      2, "
         "#acc drafts =     1, #gen tokens =      7, #acc tokens =     2, #mean acc len = 2.00, "
-        "#acc rate/pos = (0.500, 0.500, 0.000, 0.000), "
+        "#acc rate/pos = (0.500, 0.500), "
         "dur(b,g,a) = 1.250, 1.250, 1.250 ms"
     )
     assert drafter.stats.as_dict()["accepted_per_position"] == [0.5, 0.5, 0.0, 0.0]
