@@ -41,6 +41,8 @@ def main() -> None:
     config = read_config(runtime.open_model_file(settings.model.path, ()))
     n_slots, n_ctx = runtime.size_context(settings.context, config)
     plan = planned(settings, n_slots, n_ctx)
+    if any(device.type != "cuda" for device in plan):
+        raise SystemExit(f"error: memory is measured on CUDA devices, not on {', '.join(map(str, plan))}")
     free = {device: torch.cuda.mem_get_info(device)[0] for device in plan}
     opened = runtime.open_runtime(settings)
     engine = opened.engine
