@@ -49,6 +49,15 @@ def rehearse(engine: Engine, sampling: Sequence[SamplingParams]) -> None:
             decode(engine, counts[-1], params, lengths[-1])
         for slot in engine.slots:
             admission.clear(engine, slot)
+        forget_statistics(engine)
+
+
+def forget_statistics(engine: Engine) -> None:
+    """What the engine and its drafters have counted so far was nobody's."""
+    engine.stats = type(engine.stats)()
+    for member in getattr(engine.drafter, "members", [engine.drafter]):
+        if member is not None:
+            member.stats = type(member.stats)(member.name, member.stats.n_max)
 
 
 def stream_counts(n_slots: int) -> list[int]:

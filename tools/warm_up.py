@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ggufspec.engine import Engine
 from ggufspec.job import Request
-from ggufspec.rehearsal import rehearse
+from ggufspec.rehearsal import forget_statistics, rehearse
 from ggufspec.sampling import SamplingParams
 from ggufspec.tools.model_defaults import sampling_of
 from ggufspec.tools.runtime import Runtime
@@ -76,10 +76,7 @@ def run(engine: Engine, token: int, n_streams: int) -> None:
         engine.cancel(job)
     while not engine.idle:
         engine.step()
-    engine.stats = type(engine.stats)()
-    for member in getattr(engine.drafter, "members", [engine.drafter]):
-        if member is not None:
-            member.stats = type(member.stats)(member.name, member.stats.n_max)
+    forget_statistics(engine)
     if engine.link is None:
         for slot in engine.slots:
             engine.erase_slot(slot.id)

@@ -55,6 +55,8 @@ def test_a_rehearsal_leaves_no_trace(family: Family, kind: str) -> None:
     fresh, rehearsed = engine(), engine()
     rehearse(rehearsed, [SAMPLED])
     assert rehearsed.idle and all(not slot.tokens and slot.job is None for slot in rehearsed.slots)
+    ours, theirs = (getattr(e.drafter, "members", [e.drafter]) for e in (rehearsed, fresh))
+    assert all(vars(a.stats) == vars(b.stats) for a, b in zip(ours, theirs) if a is not None)
     assert play(rehearsed) == play(fresh)
     same_slots(rehearsed, fresh)
 

@@ -23,6 +23,7 @@ from ggufspec.placement import devices_of
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools import runtime
 from ggufspec.tools.settings import Settings
+from ggufspec.tools.warm_up import compile_kernels
 from ggufspec.weights import Weights
 
 from .steady import SteadyEngine, endless
@@ -166,12 +167,15 @@ class Bench:
     def engine(self, drafter: Drafter | None, *, ignore_eos: bool, use_graphs: bool | None = None,
                policy: Adaptive | None = None) -> SteadyEngine:
         context = self.settings.context
-        return SteadyEngine(
+        engine = SteadyEngine(
             self.model, endless(self.tokenizer) if ignore_eos else self.tokenizer, drafter=drafter,
             n_slots=self.n_slots, n_ctx=self.n_ctx, n_ubatch=min(context.n_ubatch or context.n_batch, context.n_batch),
             type_k=context.type_k, type_v=context.type_v, n_checkpoints=0,
             use_graphs=self.settings.model.graphs if use_graphs is None else use_graphs, policy=policy,
         )  # fmt: skip
+        if self.settings.common.warmup:
+            compile_kernels(engine, [self.settings.sampling])
+        return engine
 
     def load_drafter(self, choice: DrafterChoice, n_max: int | None) -> Drafter:
         """The drafter, able to propose up to n_max tokens (None: its own limit). Drop it and call `free` after use."""
