@@ -134,7 +134,7 @@ def test_a_small_model_that_drafts(family: Family) -> None:
     """A draft model with recurrent layers, here the target itself: its own states stay too."""
 
     def play(engine: Engine) -> list[Job]:
-        jobs = [engine.submit(request) for request in requests(family, 5, 18)]
+        jobs = [engine.submit(request) for request in requests(family, 5, 14)]
         drain(engine)
         jobs += [engine.submit(Request([*jobs[4].request.prompt, *jobs[4].generated, 50], GREEDY, n_predict=5))]
         drain(engine)
@@ -168,7 +168,7 @@ def test_synthetic_acceptance(family: Family, kind: str) -> None:
     assert 6 in sizes(captured) and captured.stats.draft_n_accepted > 10
 
 
-@pytest.mark.parametrize("kind", ["plain", "mtp", "dspark", "ngram", "chain"])
+@pytest.mark.parametrize("kind", ["mtp", "ngram", "chain"])
 def test_padding_of_a_verification_alone(family: Family, kind: str) -> None:
     """Steps in which the host has a part: penalties, a grammar, drafters of its own."""
     penalized = SamplingParams(temperature=0.7, seed=3, repeat_penalty=1.2, ignore_eos=True)
