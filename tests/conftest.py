@@ -14,6 +14,14 @@ os.environ["PYTHONSAFEPATH"] = "1"
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # Nor do tests of values measure time.
+    settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shared cores")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs = {"peer": _no_peer(), "gpu": _no_gpu()}
     for item in items:
