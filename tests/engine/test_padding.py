@@ -134,7 +134,7 @@ def test_a_small_model_that_drafts(family: Family) -> None:
     """A draft model with recurrent layers, here the target itself: its own states stay too."""
 
     def play(engine: Engine) -> list[Job]:
-        jobs = [engine.submit(request) for request in requests(family, 5, 14)]
+        jobs = [engine.submit(request) for request in requests(family, 5, 18)]
         drain(engine)
         jobs += [engine.submit(Request([*jobs[4].request.prompt, *jobs[4].generated, 50], GREEDY, n_predict=5))]
         drain(engine)
