@@ -1,6 +1,7 @@
 """The root command: the table of commands, and what a user sees when something is wrong."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -23,6 +24,17 @@ def test_no_command_shows_the_help(capsys):
     assert main.run([]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("Usage: ggufspec") and "perplexity" in shown.err
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_wait_asleep_unless_told_otherwise(monkeypatch, given):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(main, "run", lambda argv: 0)
+    with pytest.raises(SystemExit):
+        main.main(["--version"])
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
 
 
 def test_help_needs_neither_torch_nor_a_command_module():
