@@ -45,7 +45,8 @@ OPTIONS = (
     Option(("--log-timestamps",), G, "log lines begin with the time", "common.log_timestamps",
            negative=("--no-log-timestamps",), env="LLAMA_ARG_LOG_TIMESTAMPS"),
     Option(("--perf",), G, "measure and show timings", "common.perf", negative=("--no-perf",), env="LLAMA_ARG_PERF"),
-    Option(("--warmup",), G, "compile kernels and run some steps at the start", "common.warmup", negative=("--no-warmup",)),
+    Option(("--warmup",), G, "compile kernels and run some steps at the start", "common.warmup",
+           negative=("--no-warmup",)),
     _unsupported("--log-jsonl", "the log is plain text"),
     _unsupported("-cl --cache-list", _NO_DOWNLOAD),
     # the file
