@@ -8,7 +8,7 @@ from torch import Tensor
 from ggufspec.kernels.matmul import Activation, WeightGroup, narrow
 from ggufspec.kernels.matmul.cuda import Launch
 from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
-from ggufspec.kernels.matmul.values import HEADROOM, row_place
+from ggufspec.kernels.matmul.values import bounded_half, power_near, row_place
 from ggufspec.kernels.matmul.weight import Normed
 from ggufspec.kernels.overlap import begin, overlap
 
@@ -24,11 +24,9 @@ def enter_kernel(
     e = tl.arange(0, SIZE)
     x = tl.load(x_ptr + row * D + e, e < D, 0.0)
     squares = tl.sum(x * x, 0)
-    exponent = ((((squares / D + eps).to(tl.int32, bitcast=True) >> 23) - 127) >> 1) + 127 + HEADROOM
-    power = (exponent << 23).to(tl.float32, bitcast=True)
+    power = power_near(squares / D + eps)
     v = x * tl.load(weight_ptr + e, e < D, 0.0) / power
-    v = tl.minimum(tl.maximum(v, -65504.0), 65504.0).to(tl.float16)
-    tl.store(rows_ptr + row * WIDTH + row_place(e), v, e < WIDTH)
+    tl.store(rows_ptr + row * WIDTH + row_place(e), bounded_half(v), e < WIDTH)
     tl.store(squares_ptr + row, squares)
     tl.store(power_ptr + row, power)
 

@@ -22,13 +22,6 @@ class GatedPair:
     launch: Launch | None = None
     group: WeightGroup | None = None
 
-    @property
-    def n_bytes(self) -> int:
-        if self.group is not None:
-            return self.group.n_bytes
-        assert self.launch is not None
-        return sum(p.numel() * p.element_size() for p in self.launch.parts.values())
-
 
 def join(gate: PackedWeight, up: PackedWeight) -> GatedPair:
     """One launch where a kernel for it exists: weights of one type in the kernels' arrays. Drop the ones given."""

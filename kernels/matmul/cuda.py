@@ -262,7 +262,7 @@ def fuse(weights: tuple[PackedWeight, ...]) -> WeightGroup:
 
 def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
     """Rows [T, K] times each weight's transpose."""
-    from ggufspec.kernels.matmul import narrow, wide
+    from ggufspec.kernels.matmul import narrow, triton, wide
 
     n_tokens, index = a.rows.shape[0], a.rows.device.index
     if n_tokens == 0:
@@ -273,13 +273,6 @@ def matmul(a: Activation, group: WeightGroup) -> tuple[Tensor, ...]:
     if capability(index) >= (8, 0):
         for launch in group.launches:
             out.update(zip(launch.members, narrow.run(launch, a)))
-    return with_rest(a, group, out)
-
-
-def with_rest(a: Activation, group: WeightGroup, out: dict[int, Tensor]) -> tuple[Tensor, ...]:
-    """The group's products, those that `out` lacks by the plain kernel."""
-    from ggufspec.kernels.matmul import triton
-
     if len(out) < len(group.weights):
         a = triton.finished(a)
     return tuple(out[k] if k in out else triton.multiply(a, w) for k, w in enumerate(group.weights))

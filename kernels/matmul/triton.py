@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ggufspec.kernels.matmul.repack import BLOCK, FORMS, Form, n_super_blocks
-from ggufspec.kernels.matmul.values import HEADROOM, element_at, file_value, float_value, form_value, place_of
+from ggufspec.kernels.matmul.values import element_at, file_value, float_value, form_value, place_of, power_near
 from ggufspec.kernels.matmul.weight import Activation, PackedWeight
 from ggufspec.kernels.overlap import begin, overlap
 
@@ -199,8 +199,7 @@ def finish_kernel(
     begin(PDL)
     t, i = tl.program_id(0), tl.arange(0, SIZE)
     mean = tl.sum(tl.load(squares + i * T + t, i < n_squares, 0.0), 0) / K + eps
-    exponent = (((mean.to(tl.int32, bitcast=True) >> 23) - 127) >> 1) + 127 + HEADROOM
-    tl.store(next_power + t, (exponent << 23).to(tl.float32, bitcast=True))
+    tl.store(next_power + t, power_near(mean))
     tl.store(scale + t, tl.load(power + t) * tl.rsqrt(mean))
 
 

@@ -38,10 +38,22 @@ def row_place(e):
 
 
 @triton.jit
-def fixed_half(v):
-    """v / FIXED_SCALE as float16, at most float16's largest number."""
-    v = v * (1.0 / FIXED_SCALE)
+def bounded_half(v):
+    """v as float16, at most float16's largest number."""
     return tl.minimum(tl.maximum(v, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def fixed_half(v):
+    """v / FIXED_SCALE as float16, likewise."""
+    return bounded_half(v * (1.0 / FIXED_SCALE))
+
+
+@triton.jit
+def power_near(mean_square):
+    """A power of two, HEADROOM steps above the root of a mean square: what a stream of that size is divided by."""
+    exponent = (((mean_square.to(tl.int32, bitcast=True) >> 23) - 127) >> 1) + 127 + HEADROOM
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
