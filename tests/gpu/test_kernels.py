@@ -22,7 +22,8 @@ def test_equals_the_twin(name):
 
 
 def test_gdn_prompts_equal_the_twin():
-    from cases import gdn_rows, gdn_setup, on
+    from cases.comparing import on
+    from cases.gdn import gdn_rows, gdn_setup
 
     from ggufspec.kernels import gdn
 
@@ -42,7 +43,8 @@ def test_gdn_prompts_equal_the_twin():
 
 def test_a_step_can_be_captured():
     """One graph of all narrow kernels, replayed with other positions and counts, equals eager launches."""
-    from cases import gdn_rows, gdn_setup, on, random
+    from cases.comparing import on, random
+    from cases.gdn import gdn_rows, gdn_setup
 
     from ggufspec.kernels import attention, gdn, norm, rope, select
     from ggufspec.kernels import kv as kvs

@@ -1,0 +1,158 @@
+"""Attention over every storage type, mask and width, its splits, and its output as a matmul's input."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ggufspec.kernels import kv as kvs
+from ggufspec.kernels.attention import AttentionSpec, narrow
+from ggufspec.kernels.attention import plain as attention_plain
+from ggufspec.kernels.attention import triton as attention_triton
+from ggufspec.kernels.kv import plain as kv_plain
+from ggufspec.kernels.matmul.triton import prepare
+
+from .comparing import case, close, on, one, random, same
+from .kv import caches
+
+
+def filled(device: str, type_k: str, type_v: str, n: int, n_cells: int, n_kv: int, hd: int, hd_v: int,
+           ring: bool = False) -> tuple[kvs.KV, kvs.KV]:  # fmt: skip
+    """The same cache on the CPU and on the device, slot 1 holding n random positions."""
+    mine, theirs = caches(device, type_k, type_v, 2, n_cells, n_kv, hd, hd_v, ring=ring)
+    k, v = random(1, n, n_kv, hd), random(1, n, n_kv, hd_v, seed=1)
+    for start in range(0, n, 200):
+        stop = min(n, start + 200)
+        kv_plain.store(mine, k[:, start:stop], v[:, start:stop], torch.tensor([1]), torch.arange(start, stop)[None])
+    theirs.k.copy_(mine.k), theirs.v.copy_(mine.v)
+    return mine, theirs
+
+
+@case
+def attention_types(device: str, real: bool) -> None:
+    n_kv, G, hd, hd_v, n, W = (4, 6, 256, 256, 3000, 8) if real else (2, 3, 64, 32, 300, 3)
+    q = random(1, W, n_kv * G, hd)
+    pairs = [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_1"), ("q5_0", "q5_1"),
+             ("iq4_nl", "f16")]  # fmt: skip
+    for type_k, type_v in pairs:
+        mine, theirs = filled(device, type_k, type_v, n, n, n_kv, hd, hd_v)
+        spec = AttentionSpec(hd**-0.5)
+        expected = attention_plain.attend(q, mine, one(1), one(n - W), one(W), spec)
+        got = attention_triton.attend(q.to(device), theirs, one(1, device), one(n - W, device), one(W, device), spec)
+        close(got, expected, 5e-6 if type_k == "f32" else 2e-3, f"{type_k} {type_v}")
+
+
+@case
+def attention_masks(device: str, real: bool) -> None:
+    n_kv, G, hd, hd_v = (4, 6, 128, 128) if real else (2, 3, 64, 32)
+    n = 2000 if real else 530
+    sinks = torch.linspace(-2, 3, n_kv * G)
+    for causal, window, sink, ring, n_past, n_rows, W in (
+        (True, 0, True, False, n - 8, 5, 8),
+        (True, 40, False, False, n - 8, 8, 8),
+        (False, 40, True, False, n - 8, 8, 8),
+        (True, 200, True, True, n - 8, 8, 8),
+        (False, 200, False, True, n - 8, 8, 8),
+        (True, 0, True, False, 255, 20, 20),
+        (True, 40, False, False, 300, 40, 50),
+        (False, 200, True, True, n - 30, 30, 30),
+    ):
+        mine, theirs = filled(device, "f32", "f32", n_past + n_rows, 256 if ring else n, n_kv, hd, hd_v, ring)
+        q_gate = random(1, W, n_kv * G, 2, hd_v)
+        q = random(1, W, n_kv * G, hd)
+        spec = AttentionSpec(hd**-0.5, causal, window, sinks if sink else None)
+        dspec = AttentionSpec(hd**-0.5, causal, window, sinks.to(device) if sink else None)
+        expected = attention_plain.attend(q, mine, one(1), one(n_past), one(n_rows), spec, q_gate[..., 1, :])
+        got = attention_triton.attend(q.to(device), theirs, one(1, device), one(n_past, device), one(n_rows, device),
+                                      dspec, q_gate.to(device)[..., 1, :])  # fmt: skip
+        close(got[:, :n_rows], expected[:, :n_rows], 1e-5, f"{causal, window, sink, ring, n_past, n_rows, W}")
+        assert bool(torch.isfinite(got).all())
+
+
+@case
+def attention_width(device: str, real: bool) -> None:
+    """A row's bits do not depend on the rows beside it, nor on other slots."""
+    n_kv, G, hd = (4, 6, 256) if real else (2, 3, 64)
+    widths = range(1, 17) if real else (2, 3)
+    for type_name in ("f16", "q8_0", "bf16", "f32") if real else ("q8_0",):
+        for window in (0, 100):
+            n = 3000 if real else 515
+            _, kv = filled(device, type_name, type_name, n, n, n_kv, hd, hd)
+            kv.k[0], kv.v[0] = kv.k[1], kv.v[1]
+            spec = AttentionSpec(hd**-0.5, window=window)
+            start = 510 if not real else 2555
+            q = random(1, 16, n_kv * G, hd).to(device)
+
+            def run(first: int, W: int, q=q, kv=kv, spec=spec, start=start) -> Tensor:
+                rows = q[:, first : first + W]
+                counts = one(start + first, device), one(W, device)
+                return attention_triton.attend(rows, kv, one(1, device), *counts, spec)
+
+            alone = torch.cat([run(i, 1) for i in range(max(widths))], 1)
+            for W in widths:
+                same(run(0, W), alone[:, :W], f"{type_name} window {window} width {W}")
+            W = max(widths)
+            both = attention_triton.attend(
+                torch.cat((q[:, :W].flip(1), q[:, :W])), kv, torch.tensor([0, 1], device=device),
+                torch.tensor([7, start], device=device), torch.tensor([1, W], device=device), spec,
+            )  # fmt: skip
+            same(both[1:], alone[:, :W], f"{type_name} window {window} beside another slot")
+
+
+@triton.jit
+def splits_kernel(cell_ptr, split_ptr, start_ptr, next_ptr):
+    i = tl.program_id(0)
+    split = narrow.split_of(tl.load(cell_ptr + i))
+    tl.store(split_ptr + i, split)
+    tl.store(start_ptr + i, narrow.split_start(split))
+    tl.store(next_ptr + i, narrow.split_start(split + 1))
+
+
+@case
+def attention_splits(device: str, real: bool) -> None:
+    """Splits hold every cell once; their number, and how many a program takes, change no bit."""
+    cells = torch.tensor([0, 63, 64, 4095, 4096, 4223, 4224, 12287, 12288, 28671, 28672, 61439, 61440, 1 << 20])
+    out = torch.zeros(3, len(cells), dtype=torch.int32, device=device)
+    splits_kernel[(len(cells),)](cells.int().to(device), *out, enable_fp_fusion=True)
+    split, start, stop = out.cpu().long()
+    assert bool(((start <= cells) & (cells < stop)).all()), (start, stop)
+    same(split, torch.tensor([narrow.count_splits(int(cell) + 1) - 1 for cell in cells]), "splits")
+    same(stop - start, torch.tensor([64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 512, 512, 1024, 16384]), "sizes")
+    n_kv, G, hd, n, W = (4, 6, 256, 20000, 16) if real else (1, 3, 32, 4300, 2)
+    mine, kv = filled(device, "q8_0", "f16", n, n, n_kv, hd, hd)
+    q, spec = random(1, W, n_kv * G, hd), AttentionSpec(hd**-0.5)
+    expected = attention_plain.attend(q, mine, one(1), one(n - W), one(W), spec)
+    all_programs = narrow.PROGRAMS
+    outs = []
+    for programs in (all_programs, 3, 7):
+        narrow.PROGRAMS = programs * n_kv
+        outs.append(attention_triton.attend(q.to(device), kv, *on(device, one(1), one(n - W), one(W)), spec))
+    narrow.PROGRAMS = all_programs
+    close(outs[0], expected, 2e-3, "many splits")
+    same(outs[1], outs[0], "programs of several splits"), same(outs[2], outs[0], "programs of several splits")
+
+
+@case
+def attention_prepared(device: str, real: bool) -> None:
+    """A matmul's input: the same values in the kernels' order, rounded once; zeros past the columns; rows alone."""
+    n_kv, G, hd, hd_v, n = (4, 6, 256, 256, 700) if real else (2, 3, 64, 32, 150)
+    for type_name, W in (("q8_0", 5), ("f16", 3), ("f16", 20)):
+        _, kv = filled(device, type_name, type_name, n, n, n_kv, hd, hd_v)
+        q, gate = on(device, random(1, W, n_kv * G, hd), random(1, W, n_kv * G, hd_v) * 3)
+        spec = AttentionSpec(hd**-0.5)
+
+        def run(room, first: int, W: int, q=q, gate=gate, kv=kv, spec=spec):
+            rows, counts = slice(first, first + W), on(device, one(1), one(n - 30 + first), one(W))
+            return room(q[:, rows], kv, *counts, spec, gate[:, rows])
+
+        got, plain = run(attention_triton.attend_prepared, 0, W), run(attention_triton.attend, 0, W)
+        expected = prepare(plain.flatten(2).flatten(0, 1))
+        assert got.n_columns == n_kv * G * hd_v and got.rows.shape == expected.rows.shape
+        a, b = (x.rows.float() * x.scale[:, None] for x in (got, expected))
+        close(a, b.cpu(), 1e-3 * plain.abs().max().item(), f"prepared {type_name}")
+        if W <= 16:
+            assert bool((got.scale == 16.0).all())
+            alone = [run(attention_triton.attend_prepared, i, 1).rows for i in range(W)]
+            same(torch.cat(alone), got.rows, "rows alone")
