@@ -140,6 +140,8 @@ def perplexity(settings: Settings) -> None:
                     out.write(logits_file.encode(logits.float().cpu().numpy()).tobytes())
                 tqdm.write(_running(i, n_ctx, nll, settings.perplexity.output_type), end="")
     except OSError as error:
+        if path is None or isinstance(error, BrokenPipeError):  # of standard output
+            raise
         raise FileError(f"--kl-divergence-base {path}: {error.strerror}; nothing was kept of it") from None
     ppl, error_ = perplexity_of(nll)
     print(f"\nFinal estimate: PPL = {ppl:.4f} +/- {error_:.5f}")

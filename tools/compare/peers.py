@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,9 @@ def _in_process(settings: PeerSettings) -> Server:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
         )  # fmt: skip
     assert process.stdin and process.stdout
-    process.stdin.write(json.dumps(values) + "\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended already: its log says why
+        process.stdin.write(json.dumps(values) + "\n")
+        process.stdin.flush()
     for line in process.stdout:
         if line.startswith("listening "):
             return Server(line.split()[1], process, folder)
