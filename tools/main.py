@@ -28,6 +28,7 @@ COMMANDS = {
     "compare": "Run the same prompts here and in llama.cpp, side by side.",
     "plan": "Say what fits where before anything is loaded.",
 }
+READER_GONE = 128 + 13  # what a shell says of a tool that SIGPIPE ended; the work may not be done, so it is not 0
 
 
 class UnknownCommand(click.UsageError):
@@ -87,9 +88,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Exit status of one command: 0, 1 for an error (one line on stderr), 2 for a wrong command, 130 for Ctrl-C."""
+    """Exit status of one command: 0, 1 for an error (one line on stderr), 2 for a wrong command, 130 for Ctrl-C,
+    141 where the reader of standard output has gone (`ggufspec ... | head`)."""
     try:
-        result = commands.main(args=None if argv is None else list(argv), prog_name="ggufspec", standalone_mode=False)
+        # Not commands.main(): that ends by itself, with 1 and no word, where the reader has gone.
+        with commands.make_context("ggufspec", list(sys.argv[1:] if argv is None else argv)) as context:
+            result = commands.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except GgufspecError as error:
@@ -109,9 +113,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone (`ggufspec ... | head`): nothing more to say, and nothing at exit either.
         _drop_stdout()
-        return 0
+        return READER_GONE
     except OSError as error:
         # What commands open themselves they report themselves; the rest is mostly a standard output that is full.
         _drop_stdout()

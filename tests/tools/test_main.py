@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import click
+import families
 import pytest
 
 from ggufspec.errors import FileError
@@ -54,7 +55,7 @@ def test_help_needs_neither_torch_nor_a_command_module():
         (FileError("error: invalid argument: -x"), 1, "error: invalid argument: -x"),
         (ModuleNotFoundError("no", name="xllamacpp"), 1, "error: ggufspec cli needs the package xllamacpp"),
         (KeyboardInterrupt(), 130, ""),
-        (BrokenPipeError(), 0, ""),
+        (BrokenPipeError(32, "Broken pipe"), 141, ""),
         (OSError(28, "No space left on device"), 1, "error: standard output: No space left on device"),
         (OSError(13, "Permission denied", "x.json"), 1, "error: x.json: Permission denied"),
     ],
@@ -101,3 +102,34 @@ def test_a_full_standard_output_is_one_line():
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "error: standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["server", "--help"],
+        ["inspect", "m.gguf"],
+        ["tokenize", "-m", "m.gguf", "-p", "a"],
+        ["quantize", "m.gguf", "out.gguf", "Q8_0"],
+        ["cli", "-m", "m.gguf", "-p", "a", "-n", "3", "-c", "64"],
+        ["perplexity", "-m", "m.gguf", "-f", "text", "-c", "8"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_nobody_reads_the_output(tmp_path, argv):
+    """`ggufspec ... | head`: no word, and the status of a tool that SIGPIPE ended; no file half written."""
+    families.make_qwen35(tmp_path / "m.gguf")
+    (tmp_path / "text").write_text("0123456789" * 4)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ggufspec.tools.main", *argv],
+            stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100, cwd=tmp_path,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert done.returncode == 141, done.stderr
+    assert not any(word in done.stderr for word in ("Traceback", "Exception", "rror", "pipe")), done.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"m.gguf", "text"}
