@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ggufspec.kernels.matmul import decode
+from ggufspec.kernels.matmul.quants import join_nibbles, put_quants, quants_of, weighted
 from ggufspec.quant import layouts
 
 BLOCK = 256
@@ -105,81 +106,6 @@ def blocks_of(raw: Tensor, type_name: str) -> Tensor:
     return b.unflatten(-2, (-1, n))
 
 
-# ---- quants: blocks to uint8 [R, S, 256] in file order, and back into a block's bytes
-
-
-def _join_nibbles(q: Tensor) -> Tensor:
-    """[..., 2, n] quants to bytes [..., n]: the inverse of `decode.nibbles`."""
-    return (q[..., 0, :] & 15) | ((q[..., 1, :] & 15) << 4)
-
-
-def _weighted(bits: Tensor, shifts: tuple[int, ...]) -> Tensor:
-    """Sum of bits [..., n] << shifts over the last dimension, in uint8."""
-    out = bits[..., 0] << shifts[0]
-    for k in range(1, len(shifts)):
-        out |= bits[..., k] << shifts[k]
-    return out
-
-
-def quants_of(b: Tensor, type_name: str) -> Tensor:
-    """Blocks [R, S, n, bytes] to quants uint8 [R, S, 256] (value + offset)."""
-    if type_name == "Q8_0":
-        q = b[..., 2:34] ^ 128
-    elif type_name in ("Q4_0", "Q4_1"):
-        at = 2 if type_name == "Q4_0" else 4
-        q = decode.nibbles(b[..., at : at + 16])
-    elif type_name in ("Q5_0", "Q5_1"):
-        at = 2 if type_name == "Q5_0" else 4
-        q = decode.nibbles(b[..., at + 4 : at + 20]).flatten(-2) | decode.fifth_bit(b, at)
-    elif type_name == "IQ4_NL":
-        q = decode.nibbles(b[..., 2:18])
-    elif type_name == "IQ4_XS":
-        q = decode.nibbles(b[..., 8:136].unflatten(-1, (8, 16)))
-    elif type_name == "Q2_K":
-        q = decode.two_bits(b[..., 16:80])
-    elif type_name == "Q3_K":
-        q = decode.two_bits(b[..., 32:96]) | (decode.bits(b[..., 0:32], 8).flatten(-2) << 2)
-    elif type_name == "Q4_K":
-        q = decode.nibbles(b[..., 16:144].unflatten(-1, (4, 32)))
-    elif type_name == "Q5_K":
-        q = decode.nibbles(b[..., 48:176].unflatten(-1, (4, 32))).flatten(-3, -2)
-        q = q | (decode.bits(b[..., 16:48], 8) << 4)
-    else:
-        q = decode.nibbles(b[..., 0:128].unflatten(-1, (2, 64))).flatten(-3)
-        q = q | (decode.two_bits(b[..., 128:192]) << 4)
-    return q.flatten(2)
-
-
-def put_quants(q: Tensor, b: Tensor, type_name: str) -> None:
-    """Write quants uint8 [R, S, 256] into blocks [R, S, n, bytes]: the inverse of `quants_of`."""
-    if type_name == "Q8_0":
-        b[..., 2:34] = q.unflatten(-1, (8, 32)) ^ 128
-    elif type_name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
-        at = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 6, "Q5_1": 8}[type_name]
-        b[..., at : at + 16] = _join_nibbles(q.unflatten(-1, (8, 2, 16)))
-        if at > 4:
-            b[..., at - 4 : at] = _weighted((q >> 4).unflatten(-1, (8, 4, 8)), tuple(range(8)))
-    elif type_name == "IQ4_NL":
-        b[..., 2:18] = _join_nibbles(q.unflatten(-1, (8, 2, 16)))
-    elif type_name == "IQ4_XS":
-        b[..., 0, 8:136] = _join_nibbles(q.unflatten(-1, (8, 2, 16))).flatten(-2)
-    elif type_name in ("Q2_K", "Q3_K"):
-        at = 16 if type_name == "Q2_K" else 32
-        low = (q & 3).unflatten(-1, (2, 4, 32)).transpose(-1, -2)
-        b[..., 0, at : at + 64] = _weighted(low, (0, 2, 4, 6)).flatten(-2)
-        if type_name == "Q3_K":
-            b[..., 0, 0:32] = _weighted((q >> 2).unflatten(-1, (8, 32)).transpose(-1, -2), tuple(range(8)))
-    elif type_name == "Q4_K":
-        b[..., 0, 16:144] = _join_nibbles(q.unflatten(-1, (4, 2, 32))).flatten(-2)
-    elif type_name == "Q5_K":
-        b[..., 0, 48:176] = _join_nibbles(q.unflatten(-1, (4, 2, 32))).flatten(-2)
-        b[..., 0, 16:48] = _weighted((q >> 4).unflatten(-1, (8, 32)).transpose(-1, -2), tuple(range(8)))
-    else:
-        b[..., 0, 0:128] = _join_nibbles(q.unflatten(-1, (2, 2, 64))).flatten(-2)
-        high = (q >> 4).unflatten(-1, (2, 4, 32)).transpose(-1, -2)
-        b[..., 0, 128:192] = _weighted(high, (0, 2, 4, 6)).flatten(-2)
-
-
 # ---- quants to words and back
 
 
@@ -222,9 +148,9 @@ def high_words(q: Tensor, n_bits: int) -> Tensor:
     """The n_bits of quants' high parts [R, S, 256] to words [R, S, 8 * n_bits]."""
     h = q.unflatten(-1, (2, 4, 2, 2, 2, 2, 2))  # h c t/4 t/2%2 t%2 i/2 i%2
     if n_bits == 1:
-        b = _weighted(h.transpose(-2, -3).flatten(-3), (0, 4, 2, 6, 1, 5, 3, 7))  # h c t/4 t/2%2
+        b = weighted(h.transpose(-2, -3).flatten(-3), (0, 4, 2, 6, 1, 5, 3, 7))  # h c t/4 t/2%2
         return _as_words(b.movedim(-4, -2).flatten(-2)).flatten(-2)
-    b = _weighted(h.flatten(-2), (0, 4, 2, 6))  # h c t/4 t/2%2 t%2
+    b = weighted(h.flatten(-2), (0, 4, 2, 6))  # h c t/4 t/2%2 t%2
     return _as_words(b.movedim(-5, -2).flatten(-2)).flatten(-3)
 
 
@@ -327,8 +253,8 @@ def put_int8(w: Tensor, b: Tensor, type_name: str) -> None:
         b[..., 192:208] = s ^ 128
         return
     s = s - 96
-    b[..., 96:104] = _join_nibbles(s.unflatten(-1, (2, 8)))
-    b[..., 104:108] = _weighted((s >> 4).unflatten(-1, (4, 4)).transpose(-1, -2), (0, 2, 4, 6))
+    b[..., 96:104] = join_nibbles(s.unflatten(-1, (2, 8)))
+    b[..., 104:108] = weighted((s >> 4).unflatten(-1, (4, 4)).transpose(-1, -2), (0, 2, 4, 6))
 
 
 def six_table_words(b: Tensor, shift: int) -> Tensor:
@@ -345,8 +271,8 @@ def put_six_table(w: Tensor, b: Tensor, shift: int) -> None:
     at = torch.arange(4, device=b.device, dtype=torch.int32) * 4
     d = ((x[..., :4] >> 12) << at).sum(-1)
     b[..., 0:2] = _unscaled(d, shift).unsqueeze(-1).view(torch.uint8)
-    b[..., 2:4] = _weighted((scale >> 4).unflatten(-1, (2, 4)), (0, 2, 4, 6))
-    b[..., 4:8] = _join_nibbles(scale.unflatten(-1, (4, 2)).transpose(-1, -2))
+    b[..., 2:4] = weighted((scale >> 4).unflatten(-1, (2, 4)), (0, 2, 4, 6))
+    b[..., 4:8] = join_nibbles(scale.unflatten(-1, (4, 2)).transpose(-1, -2))
 
 
 def half_words(b: Tensor, at: int, shift: int) -> Tensor:
