@@ -1,8 +1,10 @@
-"""Random matrices as file bytes."""
+"""Random matrices as file bytes, and weights as the kernels read them, on the CPU."""
 
 import numpy as np
 import torch
 
+from ggufspec.kernels.matmul import repack
+from ggufspec.kernels.matmul.weight import PackedWeight
 from ggufspec.quant import layouts
 
 HALF_AT = {  # bytes of each block that hold float16 numbers
@@ -23,3 +25,10 @@ def random_raw(type_name: str, rows: int, columns: int, seed: int = 0) -> torch.
         d = (rng.standard_normal(b.shape[:2]) * 0.01).astype(np.float16)
         b[..., at : at + 2] = d[..., None].view(np.uint8)
     return torch.from_numpy(b.reshape(rows, -1))
+
+
+def for_kernels(raw: torch.Tensor, type_name: str, rows: int, columns: int) -> PackedWeight:
+    """What `pack` makes of file bytes on a card, of a type in `repack.FORMS`."""
+    shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
+    parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
+    return PackedWeight(type_name, (rows, columns), torch.device("cpu"), parts=parts, shift=shift)

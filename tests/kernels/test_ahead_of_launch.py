@@ -1,14 +1,11 @@
 """Launches that only collect kernels, which are compiled together: for a card that is not there, in processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 pytest.importorskip("triton")
-HERE = Path(__file__).parent
 BEGIN = """
 import torch, triton
 from pretended import card, recorded
@@ -24,12 +21,7 @@ x, n = torch.ones(3, 64), torch.ones(3, dtype=torch.int64)
 
 
 def run(code: str, folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "TRITON_CACHE_DIR": str(folder)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, env=environment,
-                          timeout=300)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
+    return python("-c", BEGIN + code, TRITON_CACHE_DIR=str(folder)).stderr
 
 
 USUAL = """

@@ -1,12 +1,8 @@
 """What a step leaves for the next one, against numbers worked out by hand; the kernels against their twins."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from processes import python
 
 from ggufspec.kernels import follow
 
@@ -33,9 +29,4 @@ def test_a_step_goes_on_from_the_one_before():
 @pytest.mark.parametrize("script", ["interpreted_follow.py", "compiled_follow.py"])
 def test_kernels_equal_their_twins_and_compile(script):
     pytest.importorskip("triton")
-    folder = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, folder / script], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    python(script)

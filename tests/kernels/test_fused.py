@@ -1,13 +1,10 @@
 """Chained products without a card: the steps one by one on the CPU, endings compiled, the small kernels interpreted."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from compiling import compiling
-from random_blocks import random_raw
+from processes import python
+from random_blocks import for_kernels, random_raw
 
 from ggufspec.kernels import fused
 from ggufspec.kernels import matmul as mm
@@ -20,10 +17,7 @@ D, F, EPS = 512, 768, 1e-6
 
 def packed(type_name: str, rows: int, columns: int) -> PackedWeight:
     """A random weight in the kernels' arrays, on the CPU."""
-    raw = random_raw(type_name, rows, columns, seed=rows)
-    shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
-    parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
-    return PackedWeight(type_name, (rows, columns), torch.device("cpu"), parts=parts, shift=shift)
+    return for_kernels(random_raw(type_name, rows, columns, seed=rows), type_name, rows, columns)
 
 
 def test_a_chain_is_its_steps():
@@ -102,8 +96,4 @@ def small_kernels() -> None:
 
 
 def test_small_kernels_in_the_interpreter():
-    here = Path(__file__)
-    setup = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import interpreter"
-    code = f"{setup}; import {here.stem} as t; t.small_kernels()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", "import interpreter, test_fused; test_fused.small_kernels()")

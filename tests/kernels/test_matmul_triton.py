@@ -1,13 +1,10 @@
 """The plain Triton products under Triton's CPU interpreter, and every kernel compiled for cards that are not there."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from compiling import compiling
-from random_blocks import random_raw
+from processes import python
+from random_blocks import for_kernels, random_raw
 
 from ggufspec.kernels.matmul import cuda, narrow, repack, wide
 from ggufspec.kernels.matmul.decode import DECODERS, decode
@@ -22,9 +19,7 @@ def weights(type_name: str) -> list[PackedWeight]:
     raw = random_raw(type_name, ROWS, COLUMNS, seed=1)
     out = [PackedWeight(type_name, (ROWS, COLUMNS), CPU, parts={"file": raw})]
     if type_name in repack.FORMS:
-        shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
-        parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
-        out.append(PackedWeight(type_name, (ROWS, COLUMNS), CPU, parts=parts, shift=shift))
+        out.append(for_kernels(raw, type_name, ROWS, COLUMNS))
     return out
 
 
@@ -49,11 +44,7 @@ def check(type_name: str) -> None:
 
 @pytest.mark.slow
 def test_plain_kernels_in_the_interpreter():
-    here = Path(__file__)
-    setup = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import interpreter"
-    code = f"{setup}; import {here.stem} as t; t.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = python("-c", "import interpreter, test_matmul_triton; test_matmul_triton.main()")
     assert done.stdout.split() == list(DECODERS)
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from compiling import compiling
-from test_triton import run
+from processes import python
 
 from ggufspec.kernels.matmul import cuda
 
 
 def test_products_equal_float64_in_the_interpreter():
-    run("import interpreter\nimport interpreted_wide as t\nt.everything()")
+    python("-c", "import interpreter, interpreted_wide; interpreted_wide.everything()")
 
 
 @pytest.mark.slow

@@ -1,22 +1,20 @@
 """Sums through memory that ranks map: the protocol in Triton's interpreter, one process a rank."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import FOLDER, environment, python
 
 from ggufspec.kernels.matmul import repack
 from ggufspec.kernels.peer import COLUMNS, ROWS, plain
 from ggufspec.kernels.peer.link import Link, n_words
 
 pytest.importorskip("triton")
-FOLDER = Path(__file__).parent
 CALLS = ((1, 96), (3, 96), (1, 300), (3, 96), (2, 96), (3, 300))  # rows and columns: channels idle and return
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER)}
 
 
 def part(rank: int, call: int, T: int, K: int) -> torch.Tensor:
@@ -33,7 +31,7 @@ def test_ranks_add_up_in_order_and_alike(size: int, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, FOLDER / "peer_rank.py", str(r), tmp_path / f"out{r}", json.dumps(CALLS), *inboxes],
-            env=ENVIRONMENT, stderr=subprocess.PIPE,
+            env=environment(), stderr=subprocess.PIPE,
         )
         for r in range(size)
     ]
@@ -65,9 +63,7 @@ def values(rows: torch.Tensor, scale: torch.Tensor, K: int) -> torch.Tensor:
 
 
 def test_compiles_for_every_card() -> None:
-    done = subprocess.run([sys.executable, FOLDER / "compiled_peer.py"], env=ENVIRONMENT, capture_output=True,
-                          text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("compiled_peer.py")
 
 
 def test_what_fits_the_channels() -> None:

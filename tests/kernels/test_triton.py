@@ -3,14 +3,9 @@
 Both replace parts of Triton for a whole process, so both run in processes of their own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from processes import python
 
-HERE = Path(__file__).parent
 pytest.importorskip("triton")
 CASES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
          "attention_splits", "attention_prepared",
@@ -18,24 +13,17 @@ CASES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attent
          "rows", "carry", "markov_tokens", "selector_rows", "prepared", "prepared_wide")  # fmt: skip
 
 
-def run(code: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.parametrize("group", [CASES[i::2] for i in range(2)], ids=["even", "odd"])
 def test_kernels_equal_their_twins_in_the_interpreter(group):
     calls = "\n".join(f"CASES[{name!r}]('cpu', False)" for name in group)
-    run(f"import interpreter\nfrom cases import CASES\n{calls}")
+    python("-c", f"import interpreter\nfrom cases import CASES\n{calls}")
 
 
 def test_no_case_is_forgotten():
-    run(f"import interpreter\nfrom cases import CASES\nassert set(CASES) == set({CASES!r}), set(CASES)")
+    python("-c", f"import interpreter\nfrom cases import CASES\nassert set(CASES) == set({CASES!r}), set(CASES)")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [75, 80, 90, 120])
 def test_kernels_compile(capability):
-    run(f"import compiled\ncompiled.everything({capability})")
+    python("-c", f"import compiled\ncompiled.everything({capability})")

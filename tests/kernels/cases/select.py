@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from random_blocks import random_raw
+from random_blocks import for_kernels, random_raw
 from torch import Tensor
 
-from ggufspec.kernels.matmul import fuse, pack, repack
+from ggufspec.kernels.matmul import fuse, pack
 from ggufspec.kernels.matmul.decode import decode
 from ggufspec.kernels.matmul.triton import multiply
 from ggufspec.kernels.matmul.weight import PackedWeight, WeightGroup
@@ -54,9 +54,7 @@ def packed(device: str, type_name: str, raw: Tensor, rows: int, columns: int) ->
     """A weight as the kernels take it, on the CPU too."""
     if device != "cpu":
         return pack(raw, type_name, (rows, columns), device)
-    shift = repack.shift_for(float(repack.largest_scale(raw, type_name)), type_name)
-    parts = {name: part.contiguous() for name, part in repack.repack(raw, type_name, shift).items()}
-    return PackedWeight(type_name, (rows, columns), torch.device("cpu"), parts=parts, shift=shift)
+    return for_kernels(raw, type_name, rows, columns)
 
 
 @case

@@ -1,0 +1,24 @@
+"""Python processes of their own: for what replaces parts of Triton, which is for a whole process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This folder's modules can be imported; kernels are interpreted only where a process says so itself."""
+    held = {**os.environ, "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1", **more}
+    held.pop("TRITON_INTERPRET", None)
+    return held
+
+
+def python(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder, or `-c` code, with `more` in its environment; it has to end well."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=FOLDER, env=environment(**more), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
