@@ -66,6 +66,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
 
 
 @contextlib.contextmanager

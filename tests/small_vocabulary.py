@@ -1,6 +1,7 @@
 """Vocabularies of a few hundred tokens, as GGUF keys, that llama.cpp loads too."""
 
 from ggufspec.gguf_write import Key
+from ggufspec.tokenizer import CHAR_OF
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -17,7 +18,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE, UNKNOWN = 1, 3, 4, 5, 6, 2
 
 def byte_bpe(n_vocab: int, pre: str, *, bos: bool = False) -> list[Key]:
     """Byte-level BPE: 256 bytes, the merges, the special tokens, then unused ones up to `n_vocab`."""
-    tokens = [*_byte_letters(), *(merge.replace(" ", "") for merge in MERGES), *SPECIAL]
+    tokens = [*(CHAR_OF[byte] for byte in range(256)), *(merge.replace(" ", "") for merge in MERGES), *SPECIAL]
     if n_vocab < len(tokens):
         raise ValueError(f"n_vocab is {n_vocab}, expected at least {len(tokens)}")
     types = [NORMAL] * (256 + len(MERGES)) + [CONTROL] * len(SPECIAL)
@@ -84,15 +85,5 @@ def twelve_letters(*, mask: bool = False) -> list[Key]:
 
 def fragments(tokens: list[str]) -> list[int]:
     """Ids of the tokens that are a single byte from 0x80 on, which is no character by itself."""
-    high = {*_byte_letters()[128:], *(f"<0x{b:02X}>" for b in range(128, 256))}
+    high = {*(CHAR_OF[byte] for byte in range(128, 256)), *(f"<0x{b:02X}>" for b in range(128, 256))}
     return [i for i, token in enumerate(tokens) if token in high]
-
-
-def _byte_letters() -> list[str]:
-    """The stand-in of each byte in byte-level BPE: itself if printable, else a letter from U+0100 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters, spare = [], 256
-    for byte in range(256):
-        letters.append(chr(byte if byte in printable else spare))
-        spare += byte not in printable
-    return letters

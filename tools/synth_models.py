@@ -11,6 +11,7 @@ from typing import Any
 
 from ggufspec.errors import ConfigError, FileError
 from ggufspec.gguf_write import Key
+from ggufspec.tokenizer import CHAR_OF
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -218,8 +219,7 @@ def vocabulary(n_vocab: int, path: Path | None, *, with_mask: bool) -> list[Key]
     if n_vocab < 256 + len(SPECIAL):
         raise ConfigError(f"a vocabulary of {n_vocab} tokens, expected at least {256 + len(SPECIAL)}")
     ranked = ranked[: n_vocab - len(SPECIAL)]
-    letters = byte_letters()
-    tokens = ["".join(letters[byte] for byte in token) for token in ranked]
+    tokens = ["".join(CHAR_OF[byte] for byte in token) for token in ranked]
     number = {name: len(tokens) + i for i, name in enumerate(SPECIAL)}
     n_unused = n_vocab - len(tokens) - len(SPECIAL)
     types = [NORMAL] * len(tokens) + [CONTROL] * len(SPECIAL) + [UNUSED] * n_unused
@@ -229,7 +229,7 @@ def vocabulary(n_vocab: int, path: Path | None, *, with_mask: bool) -> list[Key]
         Key("tokenizer.ggml.pre", "str", "qwen35"),
         Key("tokenizer.ggml.tokens", "arr[str]", tokens),
         Key("tokenizer.ggml.token_type", "arr[i32]", types),
-        Key("tokenizer.ggml.merges", "arr[str]", merges_of(ranked, letters)),
+        Key("tokenizer.ggml.merges", "arr[str]", merges_of(ranked)),
         Key("tokenizer.ggml.eos_token_id", "u32", number["<|im_end|>"]),
         Key("tokenizer.ggml.padding_token_id", "u32", number["<|endoftext|>"]),
         Key("tokenizer.ggml.bos_token_id", "u32", number["<|endoftext|>"]),
@@ -258,7 +258,7 @@ def read_ranked_tokens(path: Path) -> list[bytes]:
     return tokens
 
 
-def merges_of(ranked: Sequence[bytes], letters: Sequence[str]) -> list[str]:
+def merges_of(ranked: Sequence[bytes]) -> list[str]:
     """The merge that makes each token: of all ways to cut it into two tokens, the one whose later part comes
     first. A vocabulary of single bytes has none; one that never applies keeps loaders content.
     """
@@ -269,15 +269,5 @@ def merges_of(ranked: Sequence[bytes], letters: Sequence[str]) -> list[str]:
         pairs = [(max(rank[a], rank[b]), a, b) for a, b in cuts if a in rank and b in rank]
         if pairs:
             _, a, b = min(pairs, key=lambda pair: pair[0])
-            merges.append(" ".join("".join(letters[byte] for byte in part) for part in (a, b)))
+            merges.append(" ".join("".join(CHAR_OF[byte] for byte in part) for part in (a, b)))
     return merges or ["a b"]
-
-
-def byte_letters() -> list[str]:
-    """The printable letter that stands for each byte in byte-level BPE."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters, spare = [], 256
-    for byte in range(256):
-        letters.append(chr(byte if byte in printable else spare))
-        spare += byte not in printable
-    return letters

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ggufspec.tokenizer import BYTE_OF
+from ggufspec.tokenizer import CHAR_OF
 
 from .vocabularies import write_model
 
-CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
