@@ -218,6 +218,16 @@ def _ffn(draft: Draft, b: str, s: Sizes) -> None:
     draft.add(b + "ffn_down.weight", s.n_embd, s.n_ff)
 
 
+def _plain_blocks(draft: Draft, s: Sizes, *, qk_norm: bool, bias: bool = False) -> None:
+    """Attention and feed-forward, each behind its norm."""
+    for i in range(s.n_layers):
+        b = f"blk.{i}."
+        draft.add(b + "attn_norm.weight", s.n_embd)
+        _attention(draft, b, s, qk_norm=qk_norm, bias=bias)
+        draft.add(b + "ffn_norm.weight", s.n_embd)
+        _ffn(draft, b, s)
+
+
 def make_qwen3(
     path: Path | str, *, seed: int = 0, type: str = "F16", fill: Fill | None = None,
     vocabulary: list[Key] | None = None, keys: Keys | None = None, **sizes: Any,
@@ -225,12 +235,7 @@ def make_qwen3(
     s = Sizes(**sizes)
     draft = _start("qwen3", s, seed, type, fill, vocabulary or byte_bpe(s.n_vocab, "qwen2"), s.n_layers)
     _ends(draft, s)
-    for i in range(s.n_layers):
-        b = f"blk.{i}."
-        draft.add(b + "attn_norm.weight", s.n_embd)
-        _attention(draft, b, s, qk_norm=True)
-        draft.add(b + "ffn_norm.weight", s.n_embd)
-        _ffn(draft, b, s)
+    _plain_blocks(draft, s, qk_norm=True)
     return draft.write(path, keys)
 
 
@@ -247,12 +252,7 @@ def make_qwen2(
     s = Sizes(**sizes)
     draft = _start("qwen2", s, seed, type, None, byte_bpe(s.n_vocab, "qwen2"), s.n_layers)
     _ends(draft, s)
-    for i in range(s.n_layers):
-        b = f"blk.{i}."
-        draft.add(b + "attn_norm.weight", s.n_embd)
-        _attention(draft, b, s, qk_norm=False, bias=bias)
-        draft.add(b + "ffn_norm.weight", s.n_embd)
-        _ffn(draft, b, s)
+    _plain_blocks(draft, s, qk_norm=False, bias=bias)
     return draft.write(path, keys)
 
 
@@ -269,12 +269,7 @@ def make_llama(
         factors = np.linspace(1, 8, n, dtype=np.float32)
         draft.tensors.append((Entry("rope_freqs.weight", (n,), F32), factors))
     _ends(draft, s)
-    for i in range(s.n_layers):
-        b = f"blk.{i}."
-        draft.add(b + "attn_norm.weight", s.n_embd)
-        _attention(draft, b, s, qk_norm=False)
-        draft.add(b + "ffn_norm.weight", s.n_embd)
-        _ffn(draft, b, s)
+    _plain_blocks(draft, s, qk_norm=False)
     return draft.write(path, keys)
 
 
