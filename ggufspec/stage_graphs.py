@@ -6,9 +6,9 @@ What lies between and after the stages (the copies, head, choice, drafter) is la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from .cache import Cache
@@ -26,13 +26,11 @@ class StageGraphs:
         self.model = model
         self.cache = cache
         self.graphs = {
-            stage.device: Graphs(stage.device, lambda device=stage.device: self._mutable(device), on_capture)  # type: ignore[misc]
+            # Of this device alone: when a later stage is captured, the earlier ones have run the step already.
+            stage.device: Graphs(stage.device, partial(cache.mutable, stage.device), on_capture)
             for stage in model.stages
             if stage.device.type == "cuda"
         }
-
-    def _mutable(self, device: torch.device) -> list[Tensor]:
-        return [t for t in self.cache.mutable() if t.device == device]
 
     @property
     def n_bytes(self) -> int:

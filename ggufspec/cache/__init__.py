@@ -118,18 +118,19 @@ class Cache:
         for state in self.leaders:
             gdn.trim(state, slot, n)
 
-    def mutable(self) -> list[Tensor]:
+    def mutable(self, device: torch.device | None = None) -> list[Tensor]:
         """What running a step and `accept` any number of times changes in place and putting back undoes.
 
         Accepted rows of recurrent layers are committed first: of the windows, which such runs overwrite, only the
-        convolutions' tails are needed then.
+        convolutions' tails are needed then. device: nothing elsewhere is returned or committed; layers there may be in
+        the middle of a step, between their rows and `accept`. None: all devices.
         """
-        states = [s for s in self.recurrent if s is not None]
+        states = [s for s in self.recurrent if s is not None and device in (None, s.device)]
         for s in states:
             with on(s.device):
                 gdn.commit(s, torch.arange(s.n_slots, device=s.device))
         kept = [t for s in states for t in (s.state, s.window_u[:, :, : s.spec.conv_kernel - 1])]
-        return kept + [s.shared for s in self.leaders]
+        return kept + [s.shared for s in self.leaders if device in (None, s.device)]
 
     def reset(self, slot: int) -> None:
         """Start a new sequence in a slot."""

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from ggufspec import bundled
+from ggufspec.cache import Cache, RecurrentLayer
 from ggufspec.gguf_file import open_gguf
+from ggufspec.kernels.gdn import GdnSpec
 from ggufspec.models import Model, load_model
 from ggufspec.models.base import Stage
 from ggufspec.prefill import Prefill
 from ggufspec.rows import Rows, prompt_rows
 from ggufspec.stage_graphs import StageGraphs
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 TAPS = (5, 1, 3, 3)  # in any order, also twice
 
 
@@ -75,6 +77,19 @@ def test_stage_graphs_take_steps_of_their_cache_alone(model: Model) -> None:
     rows = prompt_rows(torch.arange(300, 304), 0, 0)
     with pytest.raises(ValueError, match="decode steps"):
         graphs(model.stages[0], rows, torch.zeros(1, 4, model.config.embedding_length), cache, ())
+
+
+def test_capturing_a_stage_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have run the step that is being captured, and not accepted its rows: committing there would count the
+    rows before it twice."""
+    spec = GdnSpec(n_k=2, n_v=2, d=8, conv_kernel=4, eps=1e-6)
+    cache = Cache.allocate([RecurrentLayer(spec, CPU), RecurrentLayer(spec, META)], 2, 256, "f16", "f16")
+    committed = []
+    monkeypatch.setattr("ggufspec.kernels.gdn.commit", lambda state, slots: committed.append(state.device))
+    for device in (META, CPU):
+        committed.clear()
+        assert {t.device for t in cache.mutable(device)} == {device} == set(committed)
+    assert len(cache.mutable()) == len(cache.mutable(CPU)) + len(cache.mutable(META))
 
 
 def test_a_drafter_on_an_earlier_device_reads_chunks_late(model: Model) -> None:
