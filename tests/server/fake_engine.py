@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from ggufspec.detokenizer import StopStrings
 from ggufspec.errors import RequestError
 from ggufspec.job import Event, Job, JobState, TokenOut
+from ggufspec.stats import EngineStats
 
 
 class ByteTokenizer:
@@ -55,10 +56,7 @@ class FakeEngine:
         self.n_ctx, self.step_s, self.die_after = n_ctx, step_s, die_after
         self.drafter = None
         self.slots = [SimpleNamespace(id=i, job=None, n_past=0, tokens=[]) for i in range(n_slots)]
-        self.stats = SimpleNamespace(
-            n_decode=0, n_slots_decoded=0, draft_n=0, draft_n_accepted=0, n_drafts=0, accepted_at=[],
-            draft_ms=0.0, verify_ms=0.0, sample_ms=0.0, decode_ms=0.0, prompt_tokens=0,
-        )  # fmt: skip
+        self.stats = EngineStats()
         self.queue = deque()
         self.cancelled = set()
         self.ids = itertools.count()

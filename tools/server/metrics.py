@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ggufspec.job import Event
+from ggufspec.stats import EngineStats
 
 TABLE_EVERY = 16  # steps between two looks at the numbers behind a draft length
 MS_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
@@ -36,19 +37,10 @@ class Totals:
 class Snapshot:
     """What a scrape shows beside the totals; copied after every step."""
 
+    steps: EngineStats = field(default_factory=EngineStats)
     n_processing: int = 0
     n_waiting: int = 0
-    n_decode: int = 0
-    n_slots_decoded: int = 0
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-    n_drafts: int = 0
-    accepted_at: list[int] = field(default_factory=list)
     drafters: list[dict[str, Any]] = field(default_factory=list)
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    sample_ms: float = 0.0
-    decode_ms: float = 0.0
     adaptive: Adaptive | None = None
 
 
@@ -66,7 +58,6 @@ class Metrics:
         self.totals = Totals()
         self.snapshot = Snapshot()
         self._scraped = Totals()
-        self._seen_prompt_tokens = 0
         self._lock = threading.Lock()
         self.registry = CollectorRegistry()
         self.registry.register(self)  # type: ignore[arg-type]  # has collect(): that is the protocol
@@ -83,35 +74,26 @@ class Metrics:
         stats, before = engine.stats, self.snapshot
         drafter = engine.drafter
         now = Snapshot(
+            replace(stats, accepted_at=list(stats.accepted_at)),
             n_processing=sum(slot.job is not None for slot in engine.slots),
             n_waiting=engine.n_waiting,
-            n_decode=stats.n_decode,
-            n_slots_decoded=stats.n_slots_decoded,
-            draft_n=stats.draft_n,
-            draft_n_accepted=stats.draft_n_accepted,
-            n_drafts=stats.n_drafts,
-            accepted_at=list(stats.accepted_at),
             drafters=[] if drafter is None else [drafter_stats(part) for part in parts(drafter)],
-            draft_ms=stats.draft_ms,
-            verify_ms=stats.verify_ms,
-            sample_ms=stats.sample_ms,
-            decode_ms=stats.decode_ms,
             adaptive=adaptive_state(getattr(engine, "policy", None), before.adaptive, stats.n_decode),
         )
+        done, old = now.steps, before.steps
         with self._lock:
             totals = self.totals
-            totals.n_decode += (now.n_decode > before.n_decode) + (stats.prompt_tokens > self._seen_prompt_tokens)
-            self._seen_prompt_tokens = stats.prompt_tokens
+            totals.n_decode += (done.n_decode > old.n_decode) + (done.prompt_tokens > old.prompt_tokens)
             for event in events:
                 if event.kind == "done":
                     self._finished(event.job)
             self.snapshot = now
-        if now.n_decode > before.n_decode:
-            if now.n_drafts > before.n_drafts:
-                self._draft_ms.observe(now.draft_ms - before.draft_ms)
-                self._verify_ms.observe(now.verify_ms - before.verify_ms)
+        if done.n_decode > old.n_decode:
+            if done.n_drafts > old.n_drafts:
+                self._draft_ms.observe(done.draft_ms - old.draft_ms)
+                self._verify_ms.observe(done.verify_ms - old.verify_ms)
             else:
-                self._decode_ms.observe(now.verify_ms - before.verify_ms)
+                self._decode_ms.observe(done.verify_ms - old.verify_ms)
 
     def _finished(self, job: Any) -> None:
         stats, totals = job.stats, self.totals
@@ -132,6 +114,7 @@ class Metrics:
         with self._lock:
             totals, snap, last = Totals(**vars(self.totals)), self.snapshot, self._scraped
             self._scraped = totals
+        steps = snap.steps
         for name, text, value in (
             ("prompt_tokens", "Number of prompt tokens processed, excluding cached tokens", totals.prompt_tokens),
             ("prompt_tokens_cached", "Number of prompt tokens reused from the cache", totals.prompt_tokens_cached),
@@ -139,22 +122,22 @@ class Metrics:
             ("tokens_predicted", "Number of generation tokens processed", totals.predicted_tokens),
             ("tokens_predicted_seconds", "Total time spent generating tokens", totals.predicted_ms / 1000),
             ("n_decode", "Total number of forward passes of the target", totals.n_decode),
-            ("spec_decode_num_draft_tokens", "Speculative: Total draft tokens generated", snap.draft_n),
+            ("spec_decode_num_draft_tokens", "Speculative: Total draft tokens generated", steps.draft_n),
             (
                 "spec_decode_num_accepted_tokens",
                 "Speculative: Total draft tokens accepted by the target model",
-                snap.draft_n_accepted,
+                steps.draft_n_accepted,
             ),
-            ("spec_decode_num_drafts", "Speculative: Total speculative decoding verification steps", snap.n_drafts),
+            ("spec_decode_num_drafts", "Speculative: Total speculative decoding verification steps", steps.n_drafts),
         ):
             yield CounterMetricFamily(f"llamacpp:{name}", text, value=value)
-        if snap.accepted_at:
+        if steps.accepted_at:
             family = CounterMetricFamily(
                 "llamacpp:spec_decode_num_accepted_tokens_per_pos",
                 "Speculative: Accepted draft tokens per draft position",
                 labels=["position"],
             )
-            for i, n in enumerate(snap.accepted_at):
+            for i, n in enumerate(steps.accepted_at):
                 family.add_metric([str(i)], n)
             yield family
         yield from self._per_drafter(snap.drafters)
@@ -177,7 +160,7 @@ class Metrics:
             (
                 "n_busy_slots_per_decode",
                 "Average number of busy slots per decode step",
-                snap.n_slots_decoded / snap.n_decode if snap.n_decode else 0,
+                steps.n_slots_decoded / steps.n_decode if steps.n_decode else 0,
             ),
         ):
             yield GaugeMetricFamily(f"llamacpp:{name}", text, value=value)
@@ -214,17 +197,18 @@ class Metrics:
     def speculation(self) -> dict[str, Any]:
         """GET /speculation: what the page's live panel shows, as totals since the start."""
         snap = self.snapshot
+        steps = snap.steps
         return {
             "drafters": snap.drafters,
-            "n_drafts": snap.n_drafts,
-            "draft_n": snap.draft_n,
-            "draft_n_accepted": snap.draft_n_accepted,
-            "accepted_at": snap.accepted_at,
-            "n_decode": snap.n_decode,
-            "draft_ms": snap.draft_ms,
-            "verify_ms": snap.verify_ms,
-            "sample_ms": snap.sample_ms,
-            "decode_ms": snap.decode_ms,
+            "n_drafts": steps.n_drafts,
+            "draft_n": steps.draft_n,
+            "draft_n_accepted": steps.draft_n_accepted,
+            "accepted_at": steps.accepted_at,
+            "n_decode": steps.n_decode,
+            "draft_ms": steps.draft_ms,
+            "verify_ms": steps.verify_ms,
+            "sample_ms": steps.sample_ms,
+            "decode_ms": steps.decode_ms,
             "n_processing": snap.n_processing,
             "n_waiting": snap.n_waiting,
             "adaptive": None if snap.adaptive is None else {
