@@ -92,8 +92,15 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
             device=draft_device(settings.speculative), target_weights=weights, progress=progress,
             ownership=ownership,
         )
+    engine = make_engine(settings, model, tokenizer, drafter, n_slots, n_ctx, ranks)
+    return Runtime(settings, file, config, model, tokenizer, drafter, engine)
+
+
+def make_engine(settings: Settings, model: Model, tokenizer: Tokenizer, drafter: Drafter | None, n_slots: int,
+                n_ctx: int, ranks: Ranks | None = None) -> Engine:  # fmt: skip
+    """The engine that the settings ask for, on a loaded model and drafter."""
     context = settings.context
-    engine = Engine(
+    return Engine(
         model, tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=n_ctx,
         n_ubatch=n_ubatch_of(context),
         type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
@@ -101,7 +108,6 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
         synthetic=synthetic_acceptance(settings.speculative, drafter, n_slots, model.device),
         policy=policy_of(settings.speculative, drafter),
     )
-    return Runtime(settings, file, config, model, tokenizer, drafter, engine)
 
 
 def open_model_file(path: str, overrides: tuple[tuple[str, Any], ...]) -> GGUFFile:

@@ -1,224 +1,71 @@
-"""All figures of one machine in one run: the target is loaded once, parts run in turn, each packed as JSON and text.
+"""All figures of one machine in one run: the target is loaded once, parts run in turn, each kept as JSON and tables.
 
     python tests/gpu/measure.py --only spec,sweep,server --limit-s 60 --out results
     python tests/gpu/measure.py --smoke         # the bundled family in tiny sizes, on any device
 
 Files are those of `ggufspec bench synth`; acceptance is synthetic but in `tiny`, the trained family. A part that takes
-longer than --limit-s stops after the measurement it is at (after twice that time anywhere) and keeps what it has.
+longer than --limit-s stops after the measurement it is at (after 1.5 times that anywhere) and keeps what it has. Files
+are written after every measurement, so a run that is killed loses nothing: NAME.json, NAME.md, NAME.txt and, of all
+parts in the folder, tables.md. Two runs on two GPUs may share a folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
+import os
 import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import drafted
 import serving_rate
 import torch
+from session import Data, Said, Session, Table
 
-from ggufspec import bundled
-from ggufspec.adaptive import adaptive_for
 from ggufspec.capture import Graphs
+from ggufspec.drafters import Drafter
 from ggufspec.rows import Rows
-from ggufspec.sampling import SamplingParams
-from ggufspec.tools import log
-from ggufspec.tools.bench import batched, spec_table, tests_options
+from ggufspec.tools import log, runtime
+from ggufspec.tools import options as command_line
+from ggufspec.tools.bench import batched, tests_options
 from ggufspec.tools.bench import tests as llama_bench
-from ggufspec.tools.bench.attach import Bench, free, parse_drafter, set_width
-from ggufspec.tools.bench.origin import lines, origin
+from ggufspec.tools.bench.attach import Bench, free
+from ggufspec.tools.bench.origin import lines
 from ggufspec.tools.bench.outputs import PRINTERS
 from ggufspec.tools.bench.report import page
-from ggufspec.tools.bench.spec import Plan, Results, measure
-from ggufspec.tools.bench.steady import SteadyEngine, accept_at_random, run_streams, take_times
 from ggufspec.tools.bench.stepper import Stepper, random_tokens
-from ggufspec.tools.bench.workloads import choose, encode, own_prompts
-from ggufspec.tools.settings import CommonSettings, ModelSettings, Settings
+from ggufspec.tools.settings import CommonSettings, Settings
+from ggufspec.tools.warm_up import compile_kernels
 
-PUBLISHED = ("mtp,n=1,synth-len=1.792", "mtp,n=3,synth-len=2.6", "dspark,n=7,synth-len=3.762",
-             "dflash2,n=7,synth-len=3.955")  # fmt: skip
-SWEEP = ("mtp,synth-p=0.79", "dspark,synth-len=3.762", "dflash2,synth-len=3.955")
-KINDS = {"code": 0.9, "json": 0.6, "prose": 0.15}  # chance of each drafted token if all before it are right
-FIXED = (1, 2, 3, 5, 7)
-Data = dict[str, Any]
-
-
-@dataclass
-class Session:
-    """Files and sizes of a run; models that are loaded stay."""
-
-    options: argparse.Namespace
-    is_bundled: bool  # the trained family instead of the files named
-
-    def __post_init__(self) -> None:
-        self.is_smoke: bool = self.options.smoke
-        self.out = Path(self.options.out)
-        names = ("target", "q8", "dspark", "dflash2")
-        self.paths = {name: str(getattr(self.options, name)) for name in names}
-        if self.is_bundled:
-            own = {"target": bundled.target_path(), "q8": bundled.target_path()}
-            self.paths = {name: str(own.get(name) or bundled.path(name)) for name in names}
-        self.loaded: dict[str, Bench] = {}
-
-    def size(self, real: int, smoke: int) -> int:
-        return smoke if self.is_smoke else real
-
-    def bench(self, n_slots: int, n_ctx: int, path: str | None = None) -> Bench:
-        path = path or self.paths["target"]
-        if path not in self.loaded:
-            settings = Settings(model=ModelSettings(path=path))
-            start = time.perf_counter()
-            self.loaded[path] = Bench.load(settings, 1, 256, show_progress=False)
-            print(f"{path}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
-        return replace(self.loaded[path], n_slots=n_slots, n_ctx=n_ctx)
-
-    def drafter(self, text: str) -> Any:
-        name, sign, rest = text.partition(",")
-        file = f"={self.paths[name]}" if name in self.paths else ""
-        return parse_drafter(name + file + sign + rest)
-
-    def plan(self, bench: Bench, drafters: Sequence[str], **changes: Any) -> Plan:
-        prompts = choose(own_prompts(), changes.pop("workloads", ["code"]), changes.pop("n_prompts", 1))
-        ids = {k: [encode(p, bench.tokenizer, bench.file.metadata) for p in v] for k, v in prompts.items()}
-        values = dict(
-            n_max=[], temperatures=[0.0], streams=[1], prompts=ids, n_tokens=self.size(192, 12),
-            n_repetitions=self.size(3, 1), sampling=SamplingParams(temperature=0.0, seed=1), ignore_eos=True,
-        )  # fmt: skip
-        return Plan([self.drafter(d) for d in drafters], **(values | changes))
-
-    def facts(self) -> Data:
-        """Machine and versions; large files are named by their sizes, since hashing takes longer than measuring."""
-        files = [Path(path) for path in dict.fromkeys(self.paths.values()) if Path(path).exists()]
-        found = [{"name": f.name, "bytes": f.stat().st_size, "sha256": "not taken"} for f in files]
-        return {**origin([]), "files": found}
-
-
-# -- drafters against plain decoding -------------------------------------------------------------------------------
-
-
-def spec(session: Session, data: Data) -> Iterator[str]:
-    """`bench spec` at the published lengths, each drafter in turn with plain decoding, and where a step goes."""
-    yield from compared(session, data, PUBLISHED, split=True)
-
-
-def sweep(session: Session, data: Data) -> Iterator[str]:
-    """Draft lengths 1 to 8, longer drafts accepting more; then the length that is decided before every step."""
-    n_max = [1, 3, "auto"] if session.is_smoke else [*range(1, 9), "auto"]
-    yield from compared(session, data, SWEEP, n_max=n_max, n_repetitions=1, n_tokens=session.size(128, 12))
-
-
-def tiny(session: Session, data: Data) -> Iterator[str]:
-    """The trained family: real acceptance, greedy and sampled streams equal to plain ones."""
-    yield from compared(
-        Session(session.options, is_bundled=True), data, ("mtp", "mtp,n=1", "mtp,n=auto", "dspark", "dspark,n=auto",
-        "dflash2", "dflash2,n=auto"), workloads=["code", "json", "prose"], n_prompts=session.size(2, 1),
-        n_tokens=session.size(128, 12), temperatures=[0.0, 1.0], n_repetitions=1,
-    )  # fmt: skip
-
-
-def compared(session: Session, data: Data, drafters: Sequence[str], split: bool = False, **how: Any) -> Iterator[str]:
-    results = Results()
-    bench = session.bench(1, 768)
-    for text in drafters:
-        plan = session.plan(bench, [text], **how)
-        found = measure(bench, plan, split=split, show_progress=False)
-        for all_of, new in ((results.cells, found.cells), (results.parity, found.parity), (results.split, found.split)):
-            all_of.extend(new)
-        data.update(origin=session.facts(), n_tokens=plan.n_tokens, repetitions=plan.n_repetitions, seed=1)
-        data.update(results.as_dict())
-        yield spec_table.text(found)
-    differing = [c for c in results.cells if spec_table.is_difference(c.parity)]
-    differing += [p for p in results.parity if p["result"] != "equal"]
-    if differing:
-        raise AssertionError(f"{len(differing)} drafted streams differ from plain ones")
-
-
-def repeat(session: Session, data: Data) -> Iterator[str]:
-    """The same short measurement twice: medians must agree within 3 %."""
-    bench = session.bench(1, 768)
-    plan = session.plan(bench, ("mtp,n=1,synth-len=1.792", "dspark,n=7,synth-len=3.762"), n_repetitions=5)
-    twice = [measure(bench, plan, show_progress=False).cells for _ in range(2)]
-    data["runs"] = [[c.as_dict() for c in cells] for cells in twice]
-    rows = []
-    for a, b in zip(*twice):
-        for key in ("plain_ms_per_token", "ms_per_token", "draft_ms", "verify_ms", "decode_speedup"):
-            x, y = getattr(a, key).median, getattr(b, key).median
-            rows.append([a.drafter, key, f"{x:.3f}", f"{y:.3f}", f"{100 * (y / x - 1):+.2f} %"])
-    data["differences"] = rows
-    yield spec_table.grid(("drafter", "median", "first", "second", "difference"), rows)
-
-
-def adaptive(session: Session, data: Data) -> Iterator[str]:
-    """`auto` against every fixed length: code-like, JSON-like, prose-like acceptance, 1, 12 and 24 streams."""
-    crowds = {1: session.size(192, 24), **({3: 12} if session.is_smoke else {12: 64, 24: 48})}
-    bench = session.bench(max(crowds), 512)
-    plain = bench.engine(None, ignore_eos=True)
-    heads = ("drafter", "streams", "acceptance", "plain", *(f"n={n}" for n in FIXED), "auto", "drafted", "at first",
-             "of plain", "of best")  # fmt: skip
-    rows = data["rows"] = []
-    for name in session.options.drafters.split(","):
-        drafter = bench.load_drafter(session.drafter(name), 7)
-        fixed, auto = (bench.engine(drafter, ignore_eos=True) for _ in range(2))
-        most = set_width(fixed, 7)
-        auto.policy = adaptive_for(drafter)
-        for n_streams, n_tokens in crowds.items():
-            prompts, sampling = streams(bench, n_streams)
-            set_width(fixed, most)
-            accept_at_random(auto, [0.5 ** (i + 1) for i in range(most)])
-            take_times(auto, prompts, sampling)
-            for kind, chance in KINDS.items():
-                rates = [chance ** (i + 1) for i in range(most)]
-                set_width(fixed, most)
-                accept_at_random(auto, rates)
-                run = [rate(auto, prompts, n_tokens, sampling, nth) for nth in range(2)]
-                found = [rate(plain, prompts, n_tokens, sampling)]
-                accept_at_random(fixed, rates)
-                for n in FIXED:
-                    set_width(fixed, n)
-                    run_streams(fixed, prompts, 2 * n + 4, sampling)  # captured before it is timed
-                    found.append(rate(fixed, prompts, n_tokens, sampling, 1))
-                best, last = max(r[0] for r in found), run[1]
-                rows.append([
-                    name, str(n_streams), kind, *(f"{r[0]:.1f}" for r in found), f"{last[0]:.1f}", f"{last[1]:.1f}",
-                    f"{run[0][0]:.1f}", f"{last[0] / found[0][0]:.3f}", f"{last[0] / best:.3f}",
-                ])  # fmt: skip
-                yield spec_table.grid(heads, rows[-1:])
-        del fixed, auto, drafter
-        free()
-    yield "tokens a second of all streams together\n" + spec_table.grid(heads, rows)
-
-
-def streams(bench: Bench, n: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    generator = torch.Generator().manual_seed(n)
-    prompts = [random_tokens(32, bench.model.n_vocab, generator).tolist() for _ in range(n)]
-    return prompts, [SamplingParams(temperature=0.0, seed=i) for i in range(n)]
-
-
-def rate(engine: SteadyEngine, prompts: Any, n_tokens: int, sampling: Any, nth: int = 0) -> tuple[float, float]:
-    """(tokens a second of all streams, drafted tokens of a stream's step)"""
-    run = run_streams(engine, prompts, n_tokens, sampling, nth)
-    return 1000 / run.ms_per_token, run.stats.draft_n / max(run.stats.n_slots_decoded, 1)
+HARD = 1.5  # times the limit of a part
 
 
 # -- the target alone ----------------------------------------------------------------------------------------------
 
 
-def width(session: Session, data: Data) -> Iterator[str]:
+def width(session: Session, data: Data) -> Iterator[Said]:
     """Milliseconds of a captured forward, logits of all rows included, by rows of a stream, at 512 tokens."""
-    bench = session.bench(1, 768)
+    yield from widths(session, data, session.paths["target"], (1, 2, 4, 8, 16))
+
+
+def widths(session: Session, data: Data, path: str, all_rows: tuple[int, ...]) -> Iterator[Said]:
+    bench = session.bench(1, 768, path)
     depth = session.size(512, 32)
     stepper = Stepper(bench.model, 1, 768, "f16", "f16", 512, 512)
     stepper.prompt(torch.arange(depth) % 1000)
-    for W in (1, 2, 4, 8, 16):
-        data[str(W)] = ms = forward_ms(stepper, W, session.size(20, 2))
-        yield f"{W:2d} rows  {ms:7.3f} ms  {ms / data['1']:.2f} times one row"
+    found: dict[int, float] = {}
+    data["width_ms"] = found
+    for W in all_rows:
+        found[W] = forward_ms(stepper, W, session.size(40, 2))
+        rows = [[str(w), f"{ms:.3f}", f"{ms / found[1]:.2f}"] for w, ms in found.items()]
+        yield Table(f"Forward of w rows, {Path(path).name}", ("w", "ms", "over w = 1"), rows)
 
 
 @torch.inference_mode()
@@ -244,43 +91,63 @@ def forward_ms(stepper: Stepper, W: int, n: int) -> float:
     return statistics.median(times[3:])
 
 
-def decode_together(session: Session, data: Data) -> Iterator[str]:
-    """Streams that decode together, as `bench batched` times them."""
-    counts = [1, 2, 3] if session.is_smoke else [1, 4, 8, 12, 16, 24]
+def decode_together(session: Session, data: Data) -> Iterator[Said]:
+    """Streams that decode together from one prompt that they share, timed as `bench batched -pps` does."""
+    counts = [1, 2, 3] if session.is_smoke else [24, 8, 16, 1, 12, 4]
+    pp, tg = session.size(128, 8), session.size(64, 4)
     bench = session.bench(max(counts), 256)
     stepper = Stepper(bench.model, max(counts), 256, "f16", "f16", 512, 2048)
     generator, n_vocab = torch.Generator().manual_seed(0), bench.model.n_vocab
     rows = data["rows"] = []
+    shown = []
     for n in counts:
         stepper.step(random_tokens(n, n_vocab, generator), range(n))
-        pp, tg = session.size(64, 8), session.size(48, 4)
-        row = batched.figures(pp, tg, n, False, *batched.measure(stepper, n_vocab, generator, pp, tg, n, False, False))
+        row = batched.figures(pp, tg, n, True, *batched.measure(stepper, n_vocab, generator, pp, tg, n, True, False))
         rows.append(row)
-        yield f"{n:2d} streams: prompts {row['speed_pp']:8.1f} tok/s, decoding together {row['speed_tg']:8.1f} tok/s"
+        shown.append([str(n), f"{1000 * row['t_tg'] / tg:.2f}", f"{row['speed_tg']:.1f}"])
+        yield Table("Streams together, without drafts", ("streams", "step ms", "tok/s"), shown)
 
 
-def prefill(session: Session, data: Data) -> Iterator[str]:
-    """Prompts of 512 and 4096 tokens."""
-    sizes = ["-p", "16,48", "-r", "1"] if session.is_smoke else ["-p", "512,4096", "-r", "3"]
-    yield from as_llama_bench(session, data, [*sizes, "-n", "0", "-ub", "2048", "-b", "2048"], session.paths["target"])
+def prefill(session: Session, data: Data) -> Iterator[Said]:
+    """Prompts of 4096 and 512 tokens."""
+    sizes = ["-p", "16,48", "-r", "1"] if session.is_smoke else ["-p", "4096,512", "-r", "4"]
+    options = [*sizes, "-n", "0", "-ub", "2048", "-b", "2048"]
+    for said in as_llama_bench(session, data, options, session.paths["target"]):
+        yield said
+        rows = [[str(row["n_prompt"]), f"{statistics.median(row['samples_ts']):.0f}"] for row in data["rows"]]
+        yield Table("Prompts", ("tokens", "tok/s"), rows)
 
 
-def depth(session: Session, data: Data) -> Iterator[str]:
+def depth(session: Session, data: Data) -> Iterator[Said]:
     """Decoding after long prompts, with both cache types."""
-    depths, n = ("0,32", "4") if session.is_smoke else ("0,8192,32768", "64")
-    for kind in ("f16", "q8_0"):
-        options = ["-p", "0", "-n", n, "-d", depths, "-ctk", kind, "-ctv", kind, "-ub", "2048", "-r", "2"]
-        yield from as_llama_bench(session, data, options, session.paths["target"])
+    depths, n = ((0, 32), "4") if session.is_smoke else ((0, 32768, 8192), "64")
+    for at in depths:
+        for kind in ("q8_0", "f16"):
+            options = ["-p", "0", "-n", n, "-d", str(at), "-ctk", kind, "-ctv", kind, "-ub", "2048", "-r", "4"]
+            yield from as_llama_bench(session, data, options, session.paths["target"])
+            yield Table("Decoding after long prompts", DEPTH_HEADS, depth_rows(data["rows"]))
 
 
-def q8(session: Session, data: Data) -> Iterator[str]:
-    """Decoding a Q8_0 file."""
-    sizes = ["-p", "16", "-n", "4", "-r", "1"] if session.is_smoke else ["-p", "512", "-n", "64", "-r", "3"]
+DEPTH_HEADS = ("KV", "depth", "tok/s", "over depth 0")
+
+
+def depth_rows(rows: list[Data]) -> list[list[str]]:
+    """Medians by cache type and depth, each over the one at depth 0, which was measured before."""
+    rate = {(row["type_k"], row["n_depth"]): statistics.median(row["samples_ts"]) for row in rows}
+    return [[kind, str(at), f"{r:.1f}", f"{r / rate[kind, 0]:.3f}"] for (kind, at), r in sorted(rate.items())]
+
+
+def q8(session: Session, data: Data) -> Iterator[Said]:
+    """A Q8_0 file: decoding, and forwards of few rows."""
+    sizes = ["-p", "0", "-n", "4", "-r", "1"] if session.is_smoke else ["-p", "0", "-n", "64", "-r", "4"]
     yield from as_llama_bench(session, data, [*sizes, "-ub", "2048"], session.paths["q8"])
+    rates = data["rows"][-1]["samples_ts"]
+    yield Table("Decoding, Q8_0", ("tok/s",), [[f"{statistics.median(rates):.1f}"]])
+    yield from widths(session, data, session.paths["q8"], (1, 8, 2, 4))
     session.loaded.pop(session.paths["q8"])
 
 
-def as_llama_bench(session: Session, data: Data, arguments: list[str], path: str) -> Iterator[str]:
+def as_llama_bench(session: Session, data: Data, arguments: list[str], path: str) -> Iterator[Said]:
     """`ggufspec bench` with these options, on the model that is loaded."""
     options = tests_options.parse(["-m", path, *arguments], print)
     bench = session.bench(1, 256, path)
@@ -295,36 +162,81 @@ def as_llama_bench(session: Session, data: Data, arguments: list[str], path: str
         text.seek(text.truncate(0))
 
 
-def server(session: Session, data: Data) -> Iterator[str]:
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+def server(session: Session, data: Data) -> Iterator[Said]:
     """`ggufspec server` under 1, 12 and 24 streams, plain and with drafters at synthetic acceptance."""
-    session.loaded.clear()
-    free()
-    counts, n_tokens = ([1, 2], 8) if session.is_smoke else ([1, 12, 24], 128)
+    counts, n_tokens = ([1, 2], 24) if session.is_smoke else ([1, 12, 24], 256)
+    n_slots = max(counts)
     seven = ",".join(f"{0.755 ** (i + 1):.4f}" for i in range(7))
     modes = {
         "plain": [],
-        "dspark n=7": ["-md", session.paths["dspark"], "--spec-draft-n-max", "7", "--spec-synth-len", "3.762"],
-        "mtp n=1": ["--spec-type", "draft-mtp", "--spec-draft-n-max", "1", "--spec-synth-len", "1.792"],
-        "dspark auto": ["-md", session.paths["dspark"], "--spec-draft-n-max", "auto", "--spec-synth-rates", seven],
+        "dspark,n=7": ["--spec-type", "draft-dspark", "--spec-draft-n-max", "7", "--spec-synth-len", "3.762"],
+        "mtp,n=1": ["--spec-type", "draft-mtp", "--spec-draft-n-max", "1", "--spec-synth-len", "1.792"],
+        "dspark,n=auto": ["--spec-type", "draft-dspark", "--spec-synth-rates", seven],
     }
+    bench = session.bench(n_slots, 512)
+    found: dict[str, list[Data]] = {}
+    data["found"] = found
     for name, options in modes.items():
-        argv = ["-m", session.paths["target"], "-np", str(max(counts)), "-c", str(512 * max(counts)), *options]
-        argv.append("--no-warmup")  # would capture every number of streams
-        with serving_rate.Server(argv, session.out / f"server-{name.replace(' ', '-')}.log") as started:
-            yield f"{name}: ready after {started.ready_s:.1f} s"
+        argv = ["-m", session.paths["target"], "-np", str(n_slots), "-c", str(512 * n_slots), *options]
+        settings = command_line.parse("server", argv, environ={})
+        drafter = None if name == "plain" else bench.load_drafter(session.drafter(name), None)
+        started = served(bench, settings, drafter)
+        with started:
+            # All sizes of a crowd that comes and goes are captured before anything is timed: a stream joins a step.
+            started.load(n_slots, session.size(tokens_a_step(name) * 40, 8))
+            found[name] = []
             for n in counts:
-                for _ in range(2):  # what a crowd of this size captures is captured before it is timed
-                    serving_rate.load(started.address, n, n_tokens)
-                data[f"{name}, {n} streams"] = found = serving_rate.load(started.address, n, n_tokens)
-                yield (
-                    f"{name:12s} {n:2d} streams: {found['stream_median']:7.1f} tok/s a stream (median), "
-                    f"{found['total']:8.1f} in all, first token after {found['first_ms_median']:.0f} ms"
-                )
+                found[name].append(started.load(n, n_tokens))
+                yield Table(SERVER_TITLE, SERVER_HEADS, server_rows(found))
+        del started, drafter
+        free()
 
 
-PARTS: dict[str, Callable[[Session, Data], Iterator[str]]] = {
-    "width": width, "spec": spec, "sweep": sweep, "repeat": repeat, "tiny": tiny, "batched": decode_together,
-    "prefill": prefill, "depth": depth, "adaptive": adaptive, "q8": q8, "server": server,
+def tokens_a_step(mode: str) -> int:
+    return {"plain": 1, "mtp,n=1": 2}.get(mode, 4)
+
+
+SERVER_TITLE = "The server under load: tokens a second, medians of streams"
+SERVER_HEADS = ("drafts", "streams", "a stream, all decoding", "a stream, first to last token", "all",
+                "first token, ms", "x plain")  # fmt: skip
+
+
+def server_rows(found: dict[str, list[Data]]) -> list[list[str]]:
+    """One row a mode and number of streams; the last column compares streams while all decode."""
+
+    def rate(load: Data) -> float:
+        together: float | None = load["together_median"]
+        return load["stream_median"] if together is None else together
+
+    plain = {load["streams"]: rate(load) for load in found.get("plain", [])}
+    return [
+        [name, str(load["streams"]), f"{rate(load):.1f}" + ("" if load["together_median"] else " *"),
+         f"{load['stream_median']:.1f}", f"{load['total']:.0f}", f"{load['first_ms_median']:.0f}",
+         f"{rate(load) / plain[load['streams']]:.2f}" if load["streams"] in plain else ""]
+        for name, loads in found.items() for load in loads
+    ]  # fmt: skip
+
+
+def served(bench: Bench, settings: Settings, drafter: Drafter | None) -> serving_rate.Server:
+    """The server that these settings start, on the model that is loaded."""
+    from ggufspec.tools.server.load import loaded
+
+    def load() -> object:
+        engine = runtime.make_engine(settings, bench.model, bench.tokenizer, drafter, bench.n_slots, bench.n_ctx)
+        compile_kernels(engine, [])
+        parts = (settings, bench.file, bench.config, bench.model, bench.tokenizer, drafter, engine)
+        return loaded(runtime.Runtime(*parts))
+
+    return serving_rate.Server(settings, load)
+
+
+PARTS: dict[str, Callable[[Session, Data], Iterator[Said]]] = {
+    "spec": drafted.spec, "tiny": drafted.tiny, "sweep": drafted.sweep, "depth": depth, "width": width,
+    "batched": decode_together, "prefill": prefill, "repeat": drafted.repeat, "split": drafted.split,
+    "server": server, "adaptive": drafted.adaptive, "q8": q8,
 }  # fmt: skip
 
 
@@ -332,49 +244,84 @@ class OutOfTime(Exception):
     pass
 
 
+@dataclass
+class Report:
+    """What a part has said and found so far; `write` may be called at any time."""
+
+    name: str
+    title: str
+    out: Path
+    data: Data = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    tables: dict[str, Table] = field(default_factory=dict)
+
+    def say(self, said: Said) -> None:
+        if isinstance(said, Table):
+            before = self.tables.get(said.title)
+            self.tables[said.title] = said
+            text = said.text() if before is None else said.after(before).text()
+        else:
+            text = said
+        print(text, flush=True)
+        self.said.append(text)
+
+    def write(self) -> None:
+        notes = "" if self.data.get("is_whole") else "Not finished.\n\n"
+        tables = "\n\n".join(table.markdown() for table in self.tables.values())
+        replace_file(self.out / f"{self.name}.json", json.dumps(self.data, indent=1))
+        replace_file(self.out / f"{self.name}.txt", "\n".join(self.said) + "\n")
+        replace_file(self.out / f"{self.name}.md", f"## {self.name}: {self.title}\n\n{notes}{tables}\n")
+        parts = [self.out / f"{name}.md" for name in PARTS]
+        replace_file(self.out / "tables.md", "\n".join(part.read_text() for part in parts if part.exists()))
+        if self.data.get("cells"):
+            replace_file(self.out / f"{self.name}.html", page(self.data))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """The old file or the new one, whenever somebody looks."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 def run_part(name: str, session: Session, limit_s: float) -> bool:
-    """One part, its files written whatever happens. True when it came to its end."""
-    data: Data = {}
-    said: list[str] = []
+    """One part, its files written after every measurement. True when it came to its end."""
+    report = Report(name, " ".join((PARTS[name].__doc__ or "").split()), session.out)
 
     def ring(*_: object) -> None:
-        raise OutOfTime(f"stopped after twice the limit of {limit_s:g} s")
+        raise OutOfTime(f"stopped after {HARD:g} times the limit of {limit_s:g} s")
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-        said.append(text)
-
-    say(f"== {name}: {(PARTS[name].__doc__ or '').strip()}")
     start, is_whole = time.monotonic(), False
+    print(f"== {name}: {report.title}", flush=True)
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 2 * limit_s)
+    signal.setitimer(signal.ITIMER_REAL, HARD * limit_s)
     try:
-        for text in PARTS[name](session, data):
-            say(text)
+        for said in PARTS[name](session, report.data):
+            report.data["seconds"] = time.monotonic() - start
+            report.say(said)
+            report.write()
             if time.monotonic() - start > limit_s:
-                say(f"stopped: the limit of {limit_s:g} s is over")
+                report.say(f"stopped: the limit of {limit_s:g} s is over")
                 break
         else:
             is_whole = True
-    except Exception:
-        say(traceback.format_exc())
+    except Exception as error:
+        report.say(traceback.format_exc())
+        traceback.clear_frames(error.__traceback__)  # which hold models and caches
     signal.setitimer(signal.ITIMER_REAL, 0)
-    data["seconds"] = time.monotonic() - start
-    say(f"-- {name}: {data['seconds']:.1f} s")
+    report.data.update(seconds=time.monotonic() - start, is_whole=is_whole)
+    report.say(f"-- {name}: {report.data['seconds']:.1f} s")
+    gc.collect()
     free()
-    data["is_whole"] = is_whole
-    (session.out / f"{name}.json").write_text(json.dumps(data, indent=1))
-    (session.out / f"{name}.txt").write_text("\n".join(said) + "\n")
-    if data.get("cells"):
-        (session.out / f"{name}.html").write_text(page(data), encoding="utf-8")
+    report.write()
     return is_whole
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order (default: all)")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="seconds of each part")
-    parser.add_argument("--out", default="measured", help="folder for NAME.json, NAME.txt, NAME.html")
+    parser.add_argument("--limit-s", default="60", help="seconds of each part; one number, or one a part (40,20,..)")
+    parser.add_argument("--out", default="measured", help="folder for NAME.json, NAME.md, NAME.txt and tables.md")
     parser.add_argument("--target", default="/dev/shm/t.gguf")
     parser.add_argument("--q8", default="/dev/shm/t8.gguf")
     parser.add_argument("--dspark", default="/dev/shm/dspark.gguf")
@@ -386,11 +333,17 @@ def main() -> int:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         parser.error(f"there is no part {unknown[0]!r}; parts are {', '.join(PARTS)}")
+    try:
+        limits = [float(text) for text in options.limit_s.split(",")]
+    except ValueError:
+        parser.error(f"--limit-s {options.limit_s}: expected numbers of seconds")
+    if len(limits) not in (1, len(names)):
+        parser.error(f"--limit-s has {len(limits)} numbers for {len(names)} parts; expected one, or one a part")
     log.setup(CommonSettings(verbosity=2))
     session = Session(options, is_bundled=options.smoke)
     session.out.mkdir(parents=True, exist_ok=True)
     print("\n".join(lines(session.facts())), flush=True)
-    whole = [run_part(name, session, options.limit_s) for name in names]
+    whole = [run_part(name, session, limit) for name, limit in zip(names, limits * len(names))]
     return 0 if all(whole) else 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -148,6 +148,7 @@ class Bench:
     tokenizer: Tokenizer
     n_slots: int
     n_ctx: int
+    rehearsed: set[tuple[str, int, int]] = field(default_factory=set)  # engines like which kernels were compiled for
 
     @classmethod
     def load(cls, settings: Settings, n_slots: int, n_ctx: int, *, show_progress: bool = True) -> Bench:
@@ -173,8 +174,10 @@ class Bench:
             type_k=context.type_k, type_v=context.type_v, n_checkpoints=0,
             use_graphs=self.settings.model.graphs if use_graphs is None else use_graphs, policy=policy,
         )  # fmt: skip
-        if self.settings.common.warmup:
+        alike = ("" if drafter is None else drafter.name, engine.n_max, self.n_slots)
+        if self.settings.common.warmup and alike not in self.rehearsed:
             compile_kernels(engine, [self.settings.sampling])
+            self.rehearsed.add(alike)
         return engine
 
     def load_drafter(self, choice: DrafterChoice, n_max: int | None) -> Drafter:

@@ -99,14 +99,14 @@ class Results:
 
 def measure(
     bench: Bench, plan: Plan, *, split: bool = False, show_progress: bool = True,
-    on_drafter: Callable[[Results], object] = lambda results: None,
+    on_drafter: Callable[[Results], object] = lambda results: None, plain: SteadyEngine | None = None,
 ) -> Results:  # fmt: skip
     """All cells of the plan. The target is loaded already; drafters come and go one after another.
 
-    `on_drafter` gets the results so far after each of them.
+    `on_drafter` gets the results so far after each of them. plain: an engine without drafts, kept from an earlier plan.
     """
     results = Results()
-    plain = bench.engine(None, ignore_eos=plan.ignore_eos)
+    plain = plain or bench.engine(None, ignore_eos=plan.ignore_eos)
     with tqdm(total=plan.n_pairs(), unit="pair", disable=None if show_progress else True) as bar:
         for choice in plan.drafters:
             _measure_drafter(bench, plan, choice, plain, results, bar, split)

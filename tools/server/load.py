@@ -11,7 +11,7 @@ from ggufspec.models import Config
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools import model_defaults
 from ggufspec.tools.option_values import reason
-from ggufspec.tools.runtime import open_runtime
+from ggufspec.tools.runtime import Runtime, open_runtime
 from ggufspec.tools.settings import ChatSettings, Settings
 from ggufspec.tools.warm_up import warm_up
 
@@ -34,7 +34,12 @@ def load(settings: Settings) -> Loaded:
         raise ConfigError("--model is required: give a GGUF file with -m")
     runtime = open_runtime(settings)
     warm_up(runtime)
-    tokenizer = runtime.tokenizer
+    return loaded(runtime)
+
+
+def loaded(runtime: Runtime) -> Loaded:
+    """What the server needs to know of a running engine."""
+    settings, tokenizer = runtime.settings, runtime.tokenizer
     templates = load_templates(
         runtime.file.metadata, tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos), *_override(settings.chat)
     )
