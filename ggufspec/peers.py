@@ -1,13 +1,14 @@
 """Memory that all ranks of a tensor split map: set up once, tried out, and given up for the library where it fails.
 
 Every rank allocates an inbox and maps the others' through CUDA's handles between processes. That needs one host and
-cards that can read each other. Then sums whose results are known are made, with a limit on every wait: links whose
-atomic operations do not reach the other card would otherwise hang a step.
+cards that can write to each other's memory. Then sums whose results are known are made, with a limit on every wait: a
+link that does not carry eight bytes as one, or not at all, would otherwise hang a step or falsify it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import socket
 from typing import Any
@@ -21,7 +22,7 @@ from .kernels.peer.link import n_words
 
 log = logging.getLogger(__name__)
 
-POLLS = 4_000_000  # a second or more: the ranks start a tried call together
+POLLS = 2_000_000  # a second or more: the ranks start a tried call together
 TRIED_COLUMNS = 5120
 
 
@@ -78,7 +79,7 @@ def mapped(rank: int, size: int, device: torch.device, host: Any) -> tuple[Link 
 
     own, handle, failed = None, None, None
     try:
-        own = torch.zeros(n_words(size), dtype=torch.float32, device=device)
+        own = torch.zeros(n_words(size), dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
         # Never freed: the other processes map it, and when they end is not ours to know.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(own))
@@ -91,14 +92,23 @@ def mapped(rank: int, size: int, device: torch.device, host: Any) -> tuple[Link 
         return None, reason
     link = None
     try:
-        # Mapped on the rank's own card (argument 6), whose kernels write there; on the owner's they could not.
-        link = Link.of(rank, [
-            own if other == rank else rebuild(*arguments[:6], device.index, *arguments[7:])
-            for other, (rebuild, arguments) in enumerate(handles)
-        ])
+        others = [None if other == rank else opened(handles[other], device) for other in range(size)]
+        link = Link.of(rank, [own if inbox is None else inbox for inbox in others])
     except RuntimeError as error:
         failed = f"rank {rank} cannot map the others' memory: {first_line(error)}"
     return link, agreed(failed, size, host)
+
+
+def opened(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor:
+    """Another rank's inbox, mapped on this rank's card, whose kernels write there: on its owner's they could not.
+
+    handle: what `reduce_tensor` made of it. The owner's card was idle then: there is no event to wait for.
+    """
+    rebuild, arguments = handle
+    bound = inspect.signature(rebuild).bind(*arguments)
+    bound.arguments |= {"storage_device": device.index, "event_sync_required": False}
+    tensor: Tensor = rebuild(*bound.args)
+    return tensor
 
 
 def first_line(error: Exception) -> str:
@@ -118,13 +128,13 @@ def trial(link: Link, device: torch.device, host: Any) -> str | None:
     link.late.zero_()
     dist.barrier(group=host)
     reason = None
-    for call, rows in enumerate((1, ROWS, 1, ROWS, ROWS), start=1):
+    for call, rows in enumerate((1, ROWS, 1, ROWS, ROWS, 8, 8), start=1):
         all_parts = parts(call, rows)
         torch.cuda.synchronize(device)
         dist.barrier(group=host)  # every rank makes every call, whatever came out of the one before
         got = triton.sum_parts(all_parts[link.rank], link, limit=POLLS)
         if bool(link.late):
-            reason = reason or f"a flag did not reach rank {link.rank} in time"
+            reason = reason or f"numbers did not reach rank {link.rank} in time"
         if not torch.equal(got, plain.sum_parts(all_parts)):
             reason = reason or f"rank {link.rank} read other numbers than were written"
     return reason

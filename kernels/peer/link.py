@@ -12,9 +12,12 @@ ROWS = 64  # channels: a step's rows; more go through the library
 COLUMNS = 16384  # the widest row
 
 
+WORD_BYTES = 8  # a number and its call's: written and read as one
+
+
 def n_words(size: int) -> int:
-    """Four-byte words of an inbox: two halves of a row a rank and channel, then a flag a rank and channel."""
-    return 2 * size * ROWS * COLUMNS + size * ROWS
+    """Words of an inbox: two halves of a row a rank and channel."""
+    return 2 * size * ROWS * COLUMNS
 
 
 @dataclass
@@ -23,7 +26,7 @@ class Link:
 
     rank: int
     size: int
-    inbox: Tensor  # [n_words] float32, this rank's own
+    inbox: Tensor  # [n_words] int64, this rank's own
     bases: Tensor
     calls: Tensor  # [ROWS] int32, calls made on each channel
     late: Tensor  # [1] int32, 1 once a wait has ended at its limit

@@ -8,62 +8,72 @@ import triton.language as tl
 from torch import Tensor
 
 from ggufspec.kernels.matmul.weight import Activation
-from ggufspec.kernels.overlap import begin, overlap
+from ggufspec.kernels.overlap import overlap, release, wait
 from ggufspec.kernels.peer.link import COLUMNS, ROWS, Link
 from ggufspec.kernels.prepared.triton import Target, whole_row, write_row
 
 
 @triton.jit
-def exchange(
-    part_ptr, row, K, bases_ptr, calls_ptr, late_ptr, limit,
-    RANK: tl.constexpr, N: tl.constexpr, N_ROWS: tl.constexpr, WIDEST: tl.constexpr, SIZE: tl.constexpr,
+def inboxes_at(bases_ptr, N: tl.constexpr):
+    """Every rank's inbox. No kernel writes these addresses: they may be read before the kernels ahead have ended."""
+    found = ()  # type: tuple
+    for rank in tl.static_range(N):
+        found = found + (tl.load(bases_ptr + rank).to(tl.pointer_type(tl.int64)),)
+    return found
+
+
+@triton.jit
+def place_of(inbox, rank, row, call, N: tl.constexpr, N_ROWS: tl.constexpr, WIDEST: tl.constexpr):
+    """Where an inbox has the row of a rank in this call."""
+    return tl.multiple_of(inbox + (((call & 1) * N + rank) * N_ROWS + row) * WIDEST, 16)
+
+
+@triton.jit
+def give(
+    part, row, call, e, mask, inboxes,
+    RANK: tl.constexpr, N: tl.constexpr, N_ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
-    """Steps 1 to 3 for one row; the half of the inbox where the others' rows are then. limit: polls, 0 for ever."""
-    FLAGS: tl.constexpr = 2 * N * N_ROWS * WIDEST
-    call = tl.load(calls_ptr + row) + 1
-    half = call & 1
-    column = tl.arange(0, SIZE)
-    mask = column < K
-    part = tl.load(part_ptr + row * K + column, mask, 0.0)
+    """Step 1 for one row: columns e of `part` and the call's number into every other rank's inbox."""
+    words = (part.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (call.to(tl.int64) << 32)
     for other in tl.static_range(N):
         if other != RANK:
-            base = tl.load(bases_ptr + other).to(tl.pointer_type(tl.float32))
-            place = base + ((half * N + RANK) * N_ROWS + row) * WIDEST
-            tl.store(tl.multiple_of(place, 16) + column, part, mask)
-    tl.debug_barrier()  # all of the program's stores come before the flags
-    for other in tl.static_range(N):
-        if other != RANK:
-            flags = tl.load(bases_ptr + other).to(tl.pointer_type(tl.int32)) + FLAGS
-            tl.atomic_xchg(flags + RANK * N_ROWS + row, call, sem="release", scope="sys")
-    own = tl.load(bases_ptr + RANK).to(tl.pointer_type(tl.int32)) + FLAGS
-    for other in tl.static_range(N):
-        if other != RANK:
-            flag = own + other * N_ROWS + row
-            behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call
-            n_polls = 1
-            while (behind < 0) & ((limit == 0) | (n_polls < limit)):
-                behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call
-                n_polls += 1
-            if behind < 0:
-                tl.store(late_ptr, 1)
-    tl.debug_barrier()  # no load of a row comes before the flags were seen
-    tl.store(calls_ptr + row, call)
-    return half
+            tl.store(place_of(inboxes[other], RANK, row, call, N, N_ROWS, WIDEST) + e, words, mask)
+
+
+@triton.jit
+def n_missing(words, call):
+    """How many words are not of this call."""
+    return tl.sum(((words >> 32).to(tl.int32) != call).to(tl.int32), 0)
+
+
+@triton.jit
+def awaited(at, mask, call, late_ptr, limit):
+    """Step 2: the numbers at `at` once all words there are of this call. limit: polls, 0 for ever."""
+    nothing = call.to(tl.int64) << 32
+    words = tl.load(at, mask, nothing, volatile=True)
+    missing = n_missing(words, call)
+    n_polls = 1
+    while (missing > 0) & ((limit == 0) | (n_polls < limit)):
+        words = tl.load(at, mask, nothing, volatile=True)
+        missing = n_missing(words, call)
+        n_polls += 1
+    if missing > 0:
+        tl.store(late_ptr, 1)
+    return words.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def total_of(
-    part_ptr, row, K, bases_ptr, half, e, mask,
+    part, row, call, e, mask, inboxes, late_ptr, limit,
     RANK: tl.constexpr, N: tl.constexpr, N_ROWS: tl.constexpr, WIDEST: tl.constexpr,
 ):  # fmt: skip
-    """Step 4 for the columns e. Loads pass the first-level cache by: it may hold what was there two calls ago."""
-    inbox = tl.load(bases_ptr + RANK).to(tl.pointer_type(tl.float32))
+    """Steps 2 and 3 for columns e of one row."""
     for other in tl.static_range(N):
         if other == RANK:
-            v = tl.load(part_ptr + row * K + e, mask, 0.0)
+            v = part
         else:
-            place = tl.multiple_of(inbox + ((half * N + other) * N_ROWS + row) * WIDEST, 16)
-            v = tl.load(place + e, mask, 0.0, cache_modifier=".cg")
+            at = place_of(inboxes[RANK], other, row, call, N, N_ROWS, WIDEST) + e
+            v = awaited(at, mask, call, late_ptr, limit)
         if other == 0:
             total = v
         else:
@@ -77,12 +87,18 @@ def sum_kernel(
     RANK: tl.constexpr, N: tl.constexpr, N_ROWS: tl.constexpr, WIDEST: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
+    release(PDL)
     row = tl.program_id(0)
-    half = exchange(part_ptr, row, K, bases_ptr, calls_ptr, late_ptr, limit, RANK, N, N_ROWS, WIDEST, SIZE)
     e = tl.arange(0, SIZE)
     mask = e < K
-    tl.store(out_ptr + row * K + e, total_of(part_ptr, row, K, bases_ptr, half, e, mask, RANK, N, N_ROWS, WIDEST), mask)
+    inboxes = inboxes_at(bases_ptr, N)
+    wait(PDL)
+    call = tl.load(calls_ptr + row) + 1
+    part = tl.load(part_ptr + row * K + e, mask, 0.0)
+    give(part, row, call, e, mask, inboxes, RANK, N, N_ROWS, WIDEST)
+    total = total_of(part, row, call, e, mask, inboxes, late_ptr, limit, RANK, N, N_ROWS, WIDEST)
+    tl.store(out_ptr + row * K + e, total, mask)
+    tl.store(calls_ptr + row, call)
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -92,26 +108,32 @@ def sum_norm_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`norm_input_kernel` of x and the sum: the same operations in the same order once the sum is there."""
-    begin(PDL)
+    release(PDL)
     row = tl.program_id(0)
-    half = exchange(part_ptr, row, K, bases_ptr, calls_ptr, late_ptr, limit, RANK, N, N_ROWS, WIDEST, SIZE)
     e = tl.arange(0, SIZE)
     mask = e < K
+    weight = tl.load(weight_ptr + e, mask, 0.0)
+    inboxes = inboxes_at(bases_ptr, N)
+    wait(PDL)
+    call = tl.load(calls_ptr + row) + 1
+    part = tl.load(part_ptr + row * K + e, mask, 0.0)
+    give(part, row, call, e, mask, inboxes, RANK, N, N_ROWS, WIDEST)
     x = tl.load(x_ptr + row * K + e, mask, 0.0)
-    x += total_of(part_ptr, row, K, bases_ptr, half, e, mask, RANK, N, N_ROWS, WIDEST)
+    x += total_of(part, row, call, e, mask, inboxes, late_ptr, limit, RANK, N, N_ROWS, WIDEST)
     tl.store(total_ptr + row * K + e, x, mask)
-    v = x * tl.rsqrt(tl.sum(x * x, 0) / K + eps) * tl.load(weight_ptr + e, mask, 0.0)
+    v = x * tl.rsqrt(tl.sum(x * x, 0) / K + eps) * weight
     write_row(v, row, rows_ptr, scale_ptr, False, WIDTH, SIZE)
+    tl.store(calls_ptr + row, call)
 
 
 def places(link: Link, limit: int) -> tuple[tuple, dict[str, int]]:
-    """A launch's arguments for `exchange`."""
+    """What all launches are given of the link: arguments and constants."""
     constants = {"RANK": link.rank, "N": link.size, "N_ROWS": ROWS, "WIDEST": COLUMNS}
     return (link.bases, link.calls, link.late, limit), constants
 
 
 def sum_parts(part: Tensor, link: Link, limit: int = 0) -> Tensor:
-    """limit: polls a flag is waited for before the sum is taken as it is and `link.late` set; 0: no end."""
+    """limit: polls after which the sum is taken as it is and `link.late` set; 0: no end."""
     K = part.shape[-1]
     part = part.contiguous()
     out = torch.empty_like(part)

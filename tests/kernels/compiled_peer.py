@@ -11,7 +11,7 @@ for capability in (75, 80, 90, 120):
     overlap.overlaps = lambda x, new=capability >= 90: new
     with compiling(capability) as names:
         for size in (2, 4):
-            link = Link.of(1, [torch.zeros(n_words(size)) for _ in range(size)])
+            link = Link.of(1, [torch.zeros(n_words(size), dtype=torch.int64) for _ in range(size)])
             x = torch.zeros(3, 5120)
             kernel.sum_parts(x, link)
             kernel.sum_add_rms_norm(x, x, x[0], 1e-6, link)

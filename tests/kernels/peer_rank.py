@@ -19,7 +19,7 @@ def part_of(rank: int, call: int, T: int, K: int) -> torch.Tensor:
 
 def main() -> None:
     rank, out, calls, paths = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4:]
-    inboxes = [torch.from_file(path, shared=True, size=n_words(len(paths)), dtype=torch.float32) for path in paths]
+    inboxes = [torch.from_file(path, shared=True, size=n_words(len(paths)), dtype=torch.int64) for path in paths]
     link = Link.of(rank, inboxes)
     results = []
     for call, (T, K) in enumerate(calls):

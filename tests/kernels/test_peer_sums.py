@@ -11,7 +11,7 @@ from processes import FOLDER, environment, python
 
 from ggufspec.kernels.matmul import repack
 from ggufspec.kernels.peer import COLUMNS, ROWS, plain
-from ggufspec.kernels.peer.link import Link, n_words
+from ggufspec.kernels.peer.link import WORD_BYTES, Link, n_words
 
 pytest.importorskip("triton")
 CALLS = ((1, 96), (3, 96), (1, 300), (3, 96), (2, 96), (3, 300))  # rows and columns: channels idle and return
@@ -27,7 +27,7 @@ def test_ranks_add_up_in_order_and_alike(size: int, tmp_path: Path) -> None:
     inboxes = [tmp_path / f"inbox{r}" for r in range(size)]
     for inbox in inboxes:
         with inbox.open("wb") as f:
-            f.truncate(4 * n_words(size))
+            f.truncate(WORD_BYTES * n_words(size))
     ranks = [
         subprocess.Popen(
             [sys.executable, FOLDER / "peer_rank.py", str(r), tmp_path / f"out{r}", json.dumps(CALLS), *inboxes],

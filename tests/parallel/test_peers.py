@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from torch.multiprocessing import reductions
 
 from ggufspec import peers
 
@@ -18,3 +21,17 @@ def test_why_ranks_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ranks_on_the_cpu_use_the_library() -> None:
     assert peers.connect(0, 2, torch.device("cpu"), None) is None
+
+
+def test_inboxes_are_mapped_on_the_own_card() -> None:
+    """Whatever card they lie on; and without the owner's event. The library's own signature is asked for both."""
+    seen = {}
+
+    def rebuild(tensor_cls, storage_device, storage_handle, event_handle, event_sync_required):  # noqa: ANN001, ANN202
+        seen.update(locals())
+        return torch.zeros(1)
+
+    peers.opened((rebuild, (torch.Tensor, 3, b"memory", b"event", True)), torch.device("cuda", 1))
+    assert (seen["storage_device"], seen["storage_handle"], seen["event_sync_required"]) == (1, b"memory", False)
+    named = inspect.signature(reductions.rebuild_cuda_tensor).parameters
+    assert {"storage_device", "event_sync_required"} <= set(named)
