@@ -181,6 +181,7 @@ def server(session: Session, data: Data) -> Iterator[Said]:
     data["found"] = found
     for name, options in modes.items():
         argv = ["-m", session.paths["target"], "-np", str(n_slots), "-c", str(512 * n_slots), *options]
+        argv += ["--ctx-checkpoints", "0"]  # else a prompt takes two forwards
         settings = command_line.parse("server", argv, environ={})
         drafter = None if name == "plain" else bench.load_drafter(session.drafter(name), None)
         started = served(bench, settings, drafter)
@@ -199,7 +200,7 @@ def tokens_a_step(mode: str) -> int:
     return {"plain": 1, "mtp,n=1": 2}.get(mode, 4)
 
 
-SERVER_TITLE = "The server under load: tokens a second, medians of streams"
+SERVER_TITLE = "The server under load (--ctx-checkpoints 0): tokens a second, medians of streams"
 SERVER_HEADS = ("drafts", "streams", "a stream, all decoding", "a stream, first to last token", "all",
                 "first token, ms", "x plain")  # fmt: skip
 
