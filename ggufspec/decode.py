@@ -24,6 +24,7 @@ from .capture import Graphs, n_entries
 from .choose import Choices, Chooser, Plan
 from .drafters import Drafter
 from .drafters.mtp import Mtp
+from .drafters.owned import Owned
 from .drafters.small_model import SmallModel
 from .drafters.synth import SyntheticAcceptance
 from .flight import Decoded, Flight
@@ -59,7 +60,8 @@ class Decoder:
         self.ahead = graphs is not None if ahead is None else ahead
         self.values = SlotValues(cache.n_slots, self.device)
         # What a step replaces in the drafter and `drop` has to bring back; [n_slots, ...] each.
-        carried = [drafter.pending] if isinstance(drafter, Mtp) else []
+        self._own_drafter = drafter.inner if isinstance(drafter, Owned) else drafter
+        carried = [self._own_drafter.pending] if isinstance(self._own_drafter, Mtp) else []
         self._kept = [(tensor, torch.zeros_like(tensor)) for tensor in carried]
         self._pinned = Pinned(self.device)
         self._turn = 0
@@ -151,8 +153,8 @@ class Decoder:
         own rows are replayed by nobody. Cells at n_past and after it are never seen.
         """
         self.cache.trim(slot_id, 0)
-        if isinstance(self.drafter, SmallModel):
-            self.drafter.cache.trim(slot_id, 0)
+        if isinstance(self._own_drafter, SmallModel):
+            self._own_drafter.cache.trim(slot_id, 0)
         for tensor, kept in self._kept:
             tensor[slot_id] = kept[slot_id]
 

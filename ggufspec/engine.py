@@ -109,8 +109,6 @@ class Engine:
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
         graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
         stages = StageGraphs(target, self.cache, on_capture) if use_graphs and self._has_stages() else None
-        if link is not None:
-            ahead = False  # ranks share what they were asked before every step
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead, stages)
         self.prefill = Prefill(target, drafter)
         self.link = link
@@ -291,7 +289,9 @@ class Engine:
         if not self._flights:
             self._launch(running)
         self.lengths.prepare()
-        if is_alone and self.decoder.ahead and len(self._flights) == 1 and not self._inbox:
+        # What came in since the step began is known to the first rank alone: ranks do not go by it.
+        is_quiet = self.link is not None or not self._inbox
+        if is_alone and self.decoder.ahead and len(self._flights) == 1 and is_quiet:
             self._run_ahead(running, self._flights[0])
         flight = self._flights[0]
         decoded = self.decoder.collect(flight)

@@ -36,7 +36,7 @@ def answer(engine: Engine, tokenizer: Tokenizer, leads: bool, sampling: Sampling
     return job.generated
 
 
-def main(rank: int, shares: tuple[float, ...], out: str, owner: int | None) -> None:
+def main(rank: int, shares: tuple[float, ...], out: str, owner: int | None, ahead: bool) -> None:
     torch.set_num_threads(1)
     link = join(rank, shares, torch.device("cpu")) if len(shares) > 1 else None
     file = open_gguf(bundled.target_path())
@@ -55,7 +55,7 @@ def main(rank: int, shares: tuple[float, ...], out: str, owner: int | None) -> N
             )
             assert owner is None or (drafter.inner is not None) == (rank == owner)
         for sampling in (SamplingParams(temperature=0, ignore_eos=True), SamplingParams(seed=7, ignore_eos=True)):
-            engine = Engine(model, tokenizer, drafter=drafter, n_ctx=256, link=link)
+            engine = Engine(model, tokenizer, drafter=drafter, n_ctx=256, link=link, ahead=ahead)
             if drafter is not None:
                 drafter.reset(0)
             tokens = answer(engine, tokenizer, rank == 0, sampling, 24)
@@ -67,4 +67,4 @@ def main(rank: int, shares: tuple[float, ...], out: str, owner: int | None) -> N
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), tuple(float(x) for x in sys.argv[2].split(",")), sys.argv[3],
-         int(sys.argv[4]) if len(sys.argv) > 4 else None)
+         int(sys.argv[4]) if len(sys.argv) > 4 else None, ahead="ahead" in sys.argv[5:])

@@ -58,8 +58,9 @@ def test_ranks_emit_the_tokens_of_one_device(shares: list[float], alone: dict, t
 @pytest.mark.slow
 @pytest.mark.parametrize(("shares", "owner"), [([1, 1], 1), ([6, 6, 4], 0)], ids=str)
 def test_a_drafter_on_one_rank_drafts_for_all(shares: list[float], owner: int, alone: dict, tmp_path: Path) -> None:
-    """The tokens of one device, and as many accepted drafts: every rank was given those of the owner."""
-    for result in run_ranks(shares, tmp_path / "out", str(owner)):
+    """The tokens of one device, and as many accepted drafts: every rank was given those of the owner. Steps are
+    launched before the results of the ones before are read."""
+    for result in run_ranks(shares, tmp_path / "out", str(owner), "ahead"):
         assert result["tokens"] == alone["tokens"]
         assert result["accepted"] == alone["accepted"]
         assert all(result["accepted"][f"{name} 0"] > 0 for name in ("draft-mtp", "draft-dspark", "draft-dflash"))
