@@ -93,7 +93,7 @@ def repeat(session: Session, data: Data) -> Iterator[Said]:
 
 def sweep(session: Session, data: Data) -> Iterator[Said]:
     """Draft lengths 1 to 8 at the published acceptance, every length in turn with plain decoding."""
-    n_steps, n_plain = session.size(160, 3), session.size(40, 2)
+    n_steps, n_plain = session.size(128, 3), session.size(32, 2)
     bench = session.bench(1, session.size(2048, 512))
     plain = Crowd(bench.engine(None, ignore_eos=True))
     plain.grow(1)

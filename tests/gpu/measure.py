@@ -234,10 +234,53 @@ def served(bench: Bench, settings: Settings, drafter: Drafter | None) -> serving
     return serving_rate.Server(settings, load)
 
 
+# -- compiling -----------------------------------------------------------------------------------------------------
+
+
+def compile_all(session: Session, data: Data) -> Iterator[Said]:
+    """Measures nothing: kernels of all parts are compiled, so that other runs find them on disk."""
+    own = Session(session.options, is_bundled=True)
+    for which, name in ((session, "target"), (own, "target"), (session, "q8")):
+        for n_slots in (1,) if which is own or name == "q8" else (24, 1):
+            bench = which.bench(n_slots, 1024, which.paths[name])
+            for text in ("dflash2", "dspark", "mtp") if name == "target" else ():
+                drafter = bench.load_drafter(which.drafter(text), 7)
+                bench.engine(drafter, ignore_eos=True)
+                del drafter
+                free()
+            bench.engine(None, ignore_eos=True)
+            yield f"{Path(which.paths[name]).name}: {n_slots} streams"
+        if name == "q8":
+            which.loaded.pop(which.paths[name], None)
+        elif which is session:
+            yield from compile_steps(bench)
+        free()
+
+
+def compile_steps(bench: Bench) -> Iterator[Said]:
+    """What prompts, widths and caches need that no engine does: the target alone."""
+    if bench.model.device.type != "cuda":
+        return
+    from ggufspec.kernels.ahead import compiled_ahead
+
+    with compiled_ahead(show_progress=False) as kernels:
+        for kind in ("f16", "q8_0"):
+            stepper = Stepper(bench.model, 24, 4352, kind, kind, 2048, 2048, use_graphs=False)
+            for n in (4096, 512, 128):
+                stepper.clear(0)
+                stepper.prompt(torch.zeros(n, dtype=torch.int64))
+            for n in (1, 4, 8, 12, 16, 24) if kind == "f16" else (1,):
+                stepper.step(torch.zeros(n, dtype=torch.int64), range(n))
+            for W in (1, 2, 4, 8, 16) if kind == "f16" else ():
+                forward_ms(stepper, W, 1)
+            del stepper
+    yield f"{kernels.n_kernels} kernels of the target alone"
+
+
 PARTS: dict[str, Callable[[Session, Data], Iterator[Said]]] = {
     "spec": drafted.spec, "tiny": drafted.tiny, "sweep": drafted.sweep, "depth": depth, "width": width,
     "batched": decode_together, "prefill": prefill, "repeat": drafted.repeat, "split": drafted.split,
-    "server": server, "adaptive": drafted.adaptive, "q8": q8,
+    "server": server, "adaptive": drafted.adaptive, "q8": q8, "compile": compile_all,
 }  # fmt: skip
 
 
@@ -271,7 +314,8 @@ class Report:
         tables = "\n\n".join(table.markdown() for table in self.tables.values())
         replace_file(self.out / f"{self.name}.json", json.dumps(self.data, indent=1))
         replace_file(self.out / f"{self.name}.txt", "\n".join(self.said) + "\n")
-        replace_file(self.out / f"{self.name}.md", f"## {self.name}: {self.title}\n\n{notes}{tables}\n")
+        if self.tables:
+            replace_file(self.out / f"{self.name}.md", f"## {self.name}: {self.title}\n\n{notes}{tables}\n")
         parts = [self.out / f"{name}.md" for name in PARTS]
         replace_file(self.out / "tables.md", "\n".join(part.read_text() for part in parts if part.exists()))
         if self.data.get("cells"):
@@ -320,7 +364,8 @@ def run_part(name: str, session: Session, limit_s: float) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order (default: all)")
+    every = [name for name in PARTS if name != "compile"]
+    parser.add_argument("--only", default=",".join(every), help="parts, in this order (default: all)")
     parser.add_argument("--limit-s", default="60", help="seconds of each part; one number, or one a part (40,20,..)")
     parser.add_argument("--out", default="measured", help="folder for NAME.json, NAME.md, NAME.txt and tables.md")
     parser.add_argument("--target", default="/dev/shm/t.gguf")
