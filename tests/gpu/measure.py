@@ -42,7 +42,7 @@ from ggufspec.tools.bench.outputs import PRINTERS
 from ggufspec.tools.bench.report import page
 from ggufspec.tools.bench.stepper import Stepper, random_tokens
 from ggufspec.tools.settings import CommonSettings, Settings
-from ggufspec.tools.warm_up import compile_kernels
+from ggufspec.tools.warm_up import compile_kernels, run_all
 
 HARD = 1.5  # times the limit of a part
 
@@ -165,22 +165,34 @@ def as_llama_bench(session: Session, data: Data, arguments: list[str], path: str
 # -- the server ------------------------------------------------------------------------------------------------------
 
 
+MODES: dict[str, list[str]] = {
+    "plain": [],
+    "dspark,n=7": ["--spec-type", "draft-dspark", "--spec-draft-n-max", "7", "--spec-synth-len", "3.762"],
+    "mtp,n=1": ["--spec-type", "draft-mtp", "--spec-draft-n-max", "1", "--spec-synth-len", "1.792"],
+    "dspark,n=auto": [
+        "--spec-type", "draft-dspark", "--spec-synth-rates", ",".join(f"{0.755 ** (i + 1):.4f}" for i in range(7))
+    ],
+}  # fmt: skip
+
+
 def server(session: Session, data: Data) -> Iterator[Said]:
     """`ggufspec server` under 1, 12 and 24 streams, plain and with drafters at synthetic acceptance."""
+    yield from loads(session, data, ("plain", "dspark,n=7", "mtp,n=1"))
+
+
+def server_auto(session: Session, data: Data) -> Iterator[Said]:
+    """The same with lengths decided before every step; beside it what `server` found without drafts."""
+    yield from loads(session, data, ("dspark,n=auto",))
+
+
+def loads(session: Session, data: Data, modes: tuple[str, ...]) -> Iterator[Said]:
     counts, n_tokens = ([1, 2], 24) if session.is_smoke else ([1, 12, 24], 256)
     n_slots = max(counts)
-    seven = ",".join(f"{0.755 ** (i + 1):.4f}" for i in range(7))
-    modes = {
-        "plain": [],
-        "dspark,n=7": ["--spec-type", "draft-dspark", "--spec-draft-n-max", "7", "--spec-synth-len", "3.762"],
-        "mtp,n=1": ["--spec-type", "draft-mtp", "--spec-draft-n-max", "1", "--spec-synth-len", "1.792"],
-        "dspark,n=auto": ["--spec-type", "draft-dspark", "--spec-synth-rates", seven],
-    }
     bench = session.bench(n_slots, 512)
-    found: dict[str, list[Data]] = {}
+    found: dict[str, list[Data]] = dict(session.kept)
     data["found"] = found
-    for name, options in modes.items():
-        argv = ["-m", session.paths["target"], "-np", str(n_slots), "-c", str(512 * n_slots), *options]
+    for name in modes:
+        argv = ["-m", session.paths["target"], "-np", str(n_slots), "-c", str(512 * n_slots), *MODES[name]]
         argv += ["--ctx-checkpoints", "0"]  # else a prompt takes two forwards
         settings = command_line.parse("server", argv, environ={})
         drafter = None if name == "plain" else bench.load_drafter(session.drafter(name), None)
@@ -190,10 +202,13 @@ def server(session: Session, data: Data) -> Iterator[Said]:
             started.load(n_slots, session.size(tokens_a_step(name) * 40, 8))
             found[name] = []
             for n in counts:
-                found[name].append(started.load(n, n_tokens))
+                seeds = (1, 101, 201) if n == 1 and not session.is_smoke else (1,)  # one stream's draws are few
+                found[name].append(serving_rate.median_of([started.load(n, n_tokens, seed) for seed in seeds]))
                 yield Table(SERVER_TITLE, SERVER_HEADS, server_rows(found))
         del started, drafter
         free()
+        if name == "plain":
+            session.kept[name] = found[name]
 
 
 def tokens_a_step(mode: str) -> int:
@@ -202,7 +217,7 @@ def tokens_a_step(mode: str) -> int:
 
 SERVER_TITLE = "The server under load (--ctx-checkpoints 0): tokens a second, medians of streams"
 SERVER_HEADS = ("drafts", "streams", "a stream, all decoding", "a stream, first to last token", "all",
-                "first token, ms", "x plain")  # fmt: skip
+                "first token, ms", "accepted %", "x plain")  # fmt: skip
 
 
 def server_rows(found: dict[str, list[Data]]) -> list[list[str]]:
@@ -216,6 +231,7 @@ def server_rows(found: dict[str, list[Data]]) -> list[list[str]]:
     return [
         [name, str(load["streams"]), f"{rate(load):.1f}" + ("" if load["together_median"] else " *"),
          f"{load['stream_median']:.1f}", f"{load['total']:.0f}", f"{load['first_ms_median']:.0f}",
+         f"{100 * load['accepted']:.1f}" if load["accepted"] is not None else "",
          f"{rate(load) / plain[load['streams']]:.2f}" if load["streams"] in plain else ""]
         for name, loads in found.items() for load in loads
     ]  # fmt: skip
@@ -228,6 +244,8 @@ def served(bench: Bench, settings: Settings, drafter: Drafter | None) -> serving
     def load() -> object:
         engine = runtime.make_engine(settings, bench.model, bench.tokenizer, drafter, bench.n_slots, bench.n_ctx)
         compile_kernels(engine, [])
+        if engine.policy is not None:
+            run_all(engine, bench.tokenizer.bos or 0)
         parts = (settings, bench.file, bench.config, bench.model, bench.tokenizer, drafter, engine)
         return loaded(runtime.Runtime(*parts))
 
@@ -280,7 +298,7 @@ def compile_steps(bench: Bench) -> Iterator[Said]:
 PARTS: dict[str, Callable[[Session, Data], Iterator[Said]]] = {
     "spec": drafted.spec, "tiny": drafted.tiny, "sweep": drafted.sweep, "depth": depth, "width": width,
     "batched": decode_together, "prefill": prefill, "repeat": drafted.repeat, "split": drafted.split,
-    "server": server, "adaptive": drafted.adaptive, "q8": q8, "compile": compile_all,
+    "server": server, "adaptive": drafted.adaptive, "q8": q8, "server_auto": server_auto, "compile": compile_all,
 }  # fmt: skip
 
 

@@ -52,10 +52,10 @@ class Server:
         except BaseException as error:
             self.failures.append(error)
 
-    def load(self, n_streams: int, n_tokens: int, limit_s: float = 120.0) -> dict[str, Any]:
+    def load(self, n_streams: int, n_tokens: int, seed: int = 1, limit_s: float = 120.0) -> dict[str, Any]:
         """`load` below, in a process of its own."""
         command = [sys.executable, str(Path(__file__).resolve()), self.address]
-        command += ["--streams", str(n_streams), "--tokens", str(n_tokens)]
+        command += ["--streams", str(n_streams), "--tokens", str(n_tokens), "--seed", str(seed)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         if done.returncode != 0:
             raise RuntimeError(f"streams failed: {done.stderr.strip()[-1000:]}; server: {self.failures}")
@@ -82,14 +82,14 @@ def is_healthy(address: str) -> bool:
         return False
 
 
-def load(address: str, n_streams: int, n_tokens: int) -> dict[str, Any]:
-    """Streams that start together, each of n_tokens."""
+def load(address: str, n_streams: int, n_tokens: int, seed: int = 1) -> dict[str, Any]:
+    """Streams that start together, each of n_tokens and with a seed of its own, from `seed` on."""
     found: list[dict[str, Any]] = []
     failures: list[str] = []
 
     def one(i: int) -> None:
         try:
-            found.append(stream(address, i, n_tokens))
+            found.append(stream(address, i, n_tokens, seed + i))
         except Exception as error:
             failures.append(f"stream {i}: {type(error).__name__}: {error}")
 
@@ -113,6 +113,7 @@ def figures(streams: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """
     begin = max(s["times"][0] for s in streams)
     end = min(s["times"][-1] for s in streams)
+    drafted, accepted = (sum(s["timings"].get(key, 0) for s in streams) for key in ("draft_n", "draft_n_accepted"))
     together = [sum(n for t, n in zip(s["times"], s["counts"]) if begin < t <= end) for s in streams]
     return {
         "streams": len(streams), "seconds": seconds, "total": sum(s["tokens"] for s in streams) / seconds,
@@ -120,20 +121,32 @@ def figures(streams: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "together_median": statistics.median(together) / (end - begin) if min(together) >= LEAST_TOGETHER else None,
         "together_s": max(end - begin, 0.0),
         "first_ms_median": 1000 * statistics.median(s["first_s"] for s in streams),
-        "rates": [s["rate"] for s in streams],
+        "accepted": accepted / drafted if drafted else None, "rates": [s["rate"] for s in streams],
     }  # fmt: skip
 
 
-def stream(address: str, i: int, n_tokens: int) -> dict[str, Any]:
+def median_of(loads: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the same load several times: medians of every figure; `rates` are those of all streams."""
+    out = {}
+    for key in loads[0]:
+        values = [one[key] for one in loads if one[key] is not None]
+        out[key] = [rate for rates in values for rate in rates] if key == "rates" else None
+        if key != "rates" and values:
+            out[key] = statistics.median(values)
+    return out
+
+
+def stream(address: str, i: int, n_tokens: int, seed: int) -> dict[str, Any]:
     """One streamed completion; RuntimeError unless all its tokens came."""
     body = {
         "prompt": [100 + (31 * i + 7 * j) % 400 for j in range(48)], "n_predict": n_tokens, "stream": True,
-        "ignore_eos": True, "temperature": 0.0, "seed": i + 1, "cache_prompt": False, "return_tokens": True,
+        "ignore_eos": True, "temperature": 0.0, "seed": seed, "cache_prompt": False, "return_tokens": True,
     }  # fmt: skip
     request = urllib.request.Request(
         address + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     start, times, counts = time.monotonic(), [], []
+    timings: dict[str, Any] = {}
     with urllib.request.urlopen(request, timeout=300) as response:
         for line in response:
             if not line.startswith(b"data: "):
@@ -141,7 +154,7 @@ def stream(address: str, i: int, n_tokens: int) -> dict[str, Any]:
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(event["error"])
-            n = len(event.get("tokens", []))
+            n, timings = len(event.get("tokens", [])), event.get("timings", timings)
             if n == 0 or event.get("stop"):
                 continue
             times.append(time.monotonic())
@@ -150,7 +163,7 @@ def stream(address: str, i: int, n_tokens: int) -> dict[str, Any]:
         raise RuntimeError(f"{sum(counts)} tokens came, {n_tokens} were wanted")
     return {
         "rate": (n_tokens - counts[0]) / max(times[-1] - times[0], 1e-9), "first_s": times[0] - start,
-        "tokens": n_tokens, "times": times, "counts": counts,
+        "tokens": n_tokens, "times": times, "counts": counts, "timings": timings,
     }  # fmt: skip
 
 
@@ -159,8 +172,9 @@ def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    print(json.dumps(load(options.address, options.streams, options.tokens)))
+    print(json.dumps(load(options.address, options.streams, options.tokens, options.seed)))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ class Session:
             own = {"target": bundled.target_path(), "q8": bundled.target_path()}
             self.paths = {name: str(own.get(name) or bundled.path(name)) for name in names}
         self.loaded: dict[str, Bench] = {}
+        self.kept: dict[str, list[Data]] = {}  # of the server without drafts, for parts to come
 
     def size(self, real: int, smoke: int) -> int:
         return smoke if self.is_smoke else real

@@ -2,13 +2,15 @@
 
 import argparse
 import json
+import sys
 import time
+from pathlib import Path
 
 import drafted
 import measure
 import pytest
 import serving_rate
-from crowd import Crowd, Window, expected_length
+from crowd import STEPS_BEFORE, Crowd, Window, expected_length
 from families import make_dflash, make_qwen35
 from measure import Report, depth_rows, run_part, server_rows
 from session import Session, Table
@@ -16,6 +18,9 @@ from session import Session, Table
 from ggufspec.adaptive import adaptive_for
 from ggufspec.tools.bench.attach import Bench, parse_drafter
 from ggufspec.tools.settings import ModelSettings, Settings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from two_engines import replayed  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +34,11 @@ def bench(tmp_path_factory):
 
 
 def crowd_of(bench, ahead, kind="dspark"):
+    """ahead: with captured steps, one step ahead of the host, as on a GPU."""
     choice = bench.dspark if kind == "dspark" else parse_drafter("mtp")
     engine = bench.engine(bench.load_drafter(choice, 5), ignore_eos=True)
     engine.decoder.ahead = ahead
-    return Crowd(engine)
+    return Crowd(replayed(engine) if ahead else engine)
 
 
 # -- live streams ------------------------------------------------------------------------------------------------
@@ -47,7 +53,10 @@ def test_a_window_holds_steps_of_its_own_setting_alone(bench, ahead, kind):
         crowd.grow(n_streams)
         for n, right in ((2, 1.0), (0, 1.0), (crowd.most, 0.0), (crowd.most, 1.0), (1, 0.0)):
             crowd.use(n, [right] * crowd.most)
-            window = crowd.run(4)
+            crowd.run(1, STEPS_BEFORE - 1)
+            before = n_captured(crowd)
+            window = crowd.run(4, 0)
+            assert n_captured(crowd) == before  # nothing is captured while it is timed
             assert (window.n_streams, window.n_steps, window.widths) == (n_streams, 4, {n: 4})
             assert window.n_tokens == n_streams * 4 * (1 + right * n)
             assert window.drawn_length == window.length([right] * crowd.most) == 1 + right * n
@@ -77,10 +86,16 @@ def test_a_policy_has_its_times_and_decides(bench, ahead):
     assert all(policy.costs.known(2, 1, n) for n in policy.widths if n) and policy.costs.known(2, 0, 0)
     assert not policy.forced and policy.n_steps > 0
     crowd.use(None, rates, policy)
-    chosen = crowd.run(10, 0).widths
+    before, chosen = n_captured(crowd), crowd.run(10, 0).widths
+    assert n_captured(crowd) == before
     assert sum(chosen.values()) == 10 and set(chosen) <= set(policy.widths)  # which: the machine decides
     crowd.use(3, rates)
     assert crowd.run(2).widths == {3: 2}
+
+
+def n_captured(crowd):
+    graphs = crowd.engine.decoder.graphs
+    return 0 if graphs is None else len(graphs.captured)
 
 
 def window(seconds, widths, n_tokens=None, n_streams=2):
@@ -142,7 +157,7 @@ def test_depths_are_compared_with_depth_0_of_their_cache_type():
 
 def load(streams, together, median=50.0):
     return {"streams": streams, "together_median": together, "stream_median": median, "total": 10.0,
-            "first_ms_median": 3.0}  # fmt: skip
+            "first_ms_median": 3.0, "accepted": 0.4}  # fmt: skip
 
 
 def test_servers_are_compared_with_plain_ones_of_as_many_streams():
@@ -157,12 +172,16 @@ def test_figures_of_streams():
     early = {"times": [i / 64 for i in range(1, 61)], "counts": [1] * 60}
     late = {"times": [(20 + i) / 64 for i in range(1, 61)], "counts": [1] * 60}
     for one in (early, late):
-        one.update(rate=99.0, first_s=one["times"][0], tokens=60)
+        one.update(rate=99.0, first_s=one["times"][0], tokens=60, timings={"draft_n": 70, "draft_n_accepted": 28})
     found = serving_rate.figures([early, late], 1.25)
     assert found["together_median"] == 64.0 and found["together_s"] == 39 / 64
-    assert found["total"] == 96.0 and found["first_ms_median"] == 1000 * 11 / 64
+    assert found["accepted"] == pytest.approx(0.4) and found["total"] == 96.0
+    assert found["first_ms_median"] == 1000 * 11 / 64
     late["times"] = [t + 1.0 for t in late["times"]]
-    assert serving_rate.figures([early, late], 2.25)["together_median"] is None
+    apart = serving_rate.figures([early, late], 2.25)
+    assert apart["together_median"] is None
+    both = serving_rate.median_of([found, apart, apart])
+    assert both["seconds"] == 2.25 and both["together_median"] == 64.0 and both["rates"] == [99.0] * 6
 
 
 def test_tables_as_text_and_markdown():
@@ -238,12 +257,11 @@ def test_tables_of_all_parts_in_the_folder(tmp_path):
 
 @pytest.mark.slow
 def test_parts_at_tiny_sizes(session, tmp_path):
-    for name in ("width", "batched", "prefill", "depth", "sweep", "adaptive", "server"):
+    for name in ("width", "batched", "prefill", "depth", "sweep", "adaptive", "server", "server_auto"):
         assert run_part(name, session, 120), (tmp_path / f"{name}.txt").read_text()
-    found = json.loads((tmp_path / "server.json").read_text())["found"]
-    assert {name: len(loads) for name, loads in found.items()} == {
-        "plain": 2, "dspark,n=7": 2, "mtp,n=1": 2, "dspark,n=auto": 2
-    }  # fmt: skip
+    for name, modes in (("server", ("plain", "dspark,n=7", "mtp,n=1")), ("server_auto", ("plain", "dspark,n=auto"))):
+        found = json.loads((tmp_path / f"{name}.json").read_text())["found"]
+        assert {mode: len(loads) for mode, loads in found.items()} == {mode: 2 for mode in modes}
     rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
     longest = {"dflash2": 7, "dspark": 7, "mtp": 4}
     assert {(row["drafter"], row["n"]) for row in rows} == {(d, n) for d, m in longest.items() for n in range(1, m + 1)}
