@@ -63,7 +63,18 @@ class Owned:
     def __init__(self, at: Ownership, facts: Facts, inner: Drafter | None):
         self.at, self.inner = at, inner
         self.name, self.n_max, self.taps, self.capturable = facts.name, facts.n_max, facts.taps, facts.capturable
-        self.stats = Statistics(facts.name, facts.n_max) if inner is None else inner.stats
+        self._stats = Statistics(facts.name, facts.n_max)  # where the drafter is not
+
+    @property
+    def stats(self) -> Statistics:
+        return self._stats if self.inner is None else self.inner.stats
+
+    @stats.setter
+    def stats(self, stats: Statistics) -> None:
+        if self.inner is None:
+            self._stats = stats
+        else:
+            self.inner.stats = stats
 
     @property
     def n_bytes(self) -> int:
@@ -99,7 +110,7 @@ class Owned:
         if self.inner is not None:
             self.inner.record(slot, n_drafted, n_accepted)
         else:
-            self.stats.record(n_drafted, n_accepted)
+            self._stats.record(n_drafted, n_accepted)
 
     def mutable(self) -> list[Tensor]:
         return [] if self.inner is None else self.inner.mutable()

@@ -2,16 +2,20 @@
 
     python multi_gpu_work.py TASK.json RANK OUT.json
 
-All ranks of a tensor split run the same task; the first one's results count.
+All ranks of a tensor split run the same task; the first one's results count. They are written again after every step of
+the task. A task that is about to take too long says on stderr where it stands.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,13 +35,16 @@ from ggufspec.models import load_model, read_config
 from ggufspec.parallel import WHOLE
 from ggufspec.placement import Placement, place_layers, resolve
 from ggufspec.ranks import Ranks, join
+from ggufspec.rehearsal import rehearse
 from ggufspec.sampling import SamplingParams
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.weights import Weights
 
 Data = dict[str, Any]
+Save = Callable[[], None]
 TEXT = "import os\nimport sys\n\n\ndef read_config(path):\n    with open(path) as f:\n        return json.load(f)\n\n\n"
-GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+GREEDY, SAMPLED = SamplingParams(temperature=0, seed=1, ignore_eos=True), SamplingParams(seed=7, ignore_eos=True)
+LAST_WORDS_S = 6.0  # before the limit
 FAMILY = {"none": None, "draft-mtp": None, "draft-dspark": "dspark", "draft-dflash": "dflash2"}
 
 
@@ -50,6 +57,7 @@ class Setup:
     shares: list[float]
     split: str
     ranks: Ranks | None = None
+    rehearsed: set[str] = field(default_factory=set)  # drafters whose kernels were compiled
 
     def __post_init__(self) -> None:
         start = time.perf_counter()
@@ -87,7 +95,18 @@ class Setup:
         )
 
     def engine(self, drafter: Any, n_ctx: int, **options: Any) -> Engine:
-        return Engine(self.model, self.tokenizer, drafter=drafter, n_ctx=n_ctx, link=self.ranks, **options)
+        """Kernels that no run before has left on disk are compiled at once; ranks do it together."""
+        engine = Engine(self.model, self.tokenizer, drafter=drafter, n_ctx=n_ctx, link=self.ranks, **options)
+        name = "none" if drafter is None else drafter.name
+        if engine.device.type == "cuda" and name not in self.rehearsed:
+            from ggufspec.kernels.ahead import compiled_ahead
+
+            began = time.perf_counter()
+            with compiled_ahead(show_progress=False) as kernels:
+                rehearse(engine, [SAMPLED])
+            print(f"{name}: {kernels.n_kernels} kernels in {time.perf_counter() - began:.1f} s", flush=True)
+            self.rehearsed.add(name)
+        return engine
 
     def answer(self, engine: Engine, prompt: list[int], n: int, sampling: SamplingParams = GREEDY) -> Job:
         """A request to its end; followers take it from the leader."""
@@ -104,9 +123,8 @@ def random_prompt(setup: Setup, n: int) -> list[int]:
     return torch.randint(300, setup.model.n_vocab - 300, (n,), generator=generator).tolist()
 
 
-def tokens(setup: Setup, task: Data) -> Data:
+def tokens(setup: Setup, task: Data, found: Data, save: Save) -> None:
     """{"drafter | place | sampling": tokens} of the small trained family, for every place a drafter can have."""
-    found: Data = {}
     prompt = setup.tokenizer.encode(TEXT)
     for name, part in FAMILY.items():
         for place in task["places"] if name != "none" else [None]:
@@ -115,19 +133,19 @@ def tokens(setup: Setup, task: Data) -> Data:
             path = str(bundled.path(part)) if part else None
             drafter = setup.drafter(name, path, 4, 256, device, owner)
             engine = setup.engine(drafter, 256, n_ubatch=16)
-            for sampling in (GREEDY, SamplingParams(seed=7, ignore_eos=True)):
+            for sampling in (GREEDY, SAMPLED):
                 if drafter is not None:
                     drafter.reset(0)
                 job = setup.answer(engine, prompt, task["n_tokens"], sampling)
                 found[f"{name} | {'default' if place is None else place} | {sampling.temperature}"] = job.generated
-    return found
+            save()
 
 
-def speed(setup: Setup, task: Data) -> Data:
+def speed(setup: Setup, task: Data, found: Data, save: Save) -> None:
     """Milliseconds a step, plain and drafted, and what they come to at the given acceptance lengths."""
     n_ctx, n = 1024, task["n_tokens"]
     prompt = random_prompt(setup, 64)
-    found: Data = {"load_s": setup.load_s, "link": setup.ranks is not None and setup.ranks.link is not None}
+    found |= {"load_s": setup.load_s, "link": setup.ranks is not None and setup.ranks.link is not None}
     for wanted in [{"name": "none", "label": "plain"}, *task["drafters"]]:
         drafter = setup.drafter(wanted["name"], wanted.get("path"), wanted.get("n_max", 0), n_ctx)
         synthetic = None
@@ -145,20 +163,20 @@ def speed(setup: Setup, task: Data) -> Data:
             "verify_ms": stats.verify_ms / steps, "tokens_per_step": 1 + stats.draft_n_accepted / steps,
         }
         entry["ms_per_token"] = entry["step_ms"] / entry["tokens_per_step"]
+        if drafter is not None:
+            entry["speedup"] = found["plain"]["ms_per_token"] / entry["ms_per_token"]
         found[wanted["label"]] = entry
+        print(wanted["label"], entry, flush=True)
+        save()
         del engine, drafter
         release()
-    plain = found["plain"]["ms_per_token"]
-    for wanted in task["drafters"]:
-        found[wanted["label"]]["speedup"] = plain / found[wanted["label"]]["ms_per_token"]
-    return found
 
 
-def prefill(setup: Setup, task: Data) -> Data:
+def prefill(setup: Setup, task: Data, found: Data, save: Save) -> None:
     """Prompt tokens a second with a drafter attached, and milliseconds a plain and a drafted decode step."""
     n, drafted = task["n_prompt"], task["drafter"]
     n_ctx = n + 512
-    found: Data = {"load_s": setup.load_s, "stages": len(setup.model.stages)}
+    found |= {"load_s": setup.load_s, "stages": len(setup.model.stages)}
     for name in ("none", drafted["name"]):
         drafter = setup.drafter(name, drafted.get("path"), drafted.get("n_max", 3), n_ctx)
         engine = setup.engine(drafter, n_ctx, n_ubatch=task["n_ubatch"])
@@ -167,25 +185,27 @@ def prefill(setup: Setup, task: Data) -> Data:
         for _ in range(task["repetitions"]):
             job = setup.answer(engine, random_prompt(setup, n), 1)
             times.append(job.stats.prompt_ms)
+        ms = statistics.median(times)
+        entry = found["plain" if name == "none" else "drafted"] = {
+            "prompt_ms": ms, "all_ms": times, "tokens_per_s": 1000 * n / ms
+        }
+        print(name, entry, flush=True)
+        save()
         engine.stats = EngineStats()
         setup.answer(engine, random_prompt(setup, 64), task["n_tokens"])
-        ms = statistics.median(times)
-        found["plain" if name == "none" else "drafted"] = {
-            "prompt_ms": ms, "tokens_per_s": 1000 * n / ms,
-            "step_ms": engine.stats.decode_ms / max(engine.stats.n_decode, 1),
-        }
+        entry["step_ms"] = engine.stats.decode_ms / max(engine.stats.n_decode, 1)
+        save()
         del engine, drafter
         release()
-    return found
 
 
-def sums(setup: Setup | None, task: Data, ranks: Ranks) -> Data:
+def sums(task: Data, ranks: Ranks, found: Data, save: Save) -> None:
     """Sums between ranks: the same bits through peer memory, fused or not, as gathered and added; and their times."""
     from ggufspec.kernels import prepared
     from ggufspec.parallel import Shard, Unsummed, add_rms_norm
 
     device, D = ranks.device, task["columns"]
-    found: Data = {"link": ranks.link is not None, "equal": {}, "us": {}}
+    found |= {"link": ranks.link is not None, "equal": {}, "us": {}}
     through_group = Shard(ranks.rank, ranks.shares, ranks.devices)
     weight = torch.randn(D, generator=torch.Generator().manual_seed(1)).to(device)
     for T in task["rows"]:
@@ -205,9 +225,11 @@ def sums(setup: Setup | None, task: Data, ranks: Ranks) -> Data:
             fused_again = partial(add_rms_norm, x, y, weight, 1e-6)
             has_link = ranks.link is not None
             found["us"][T] = {
-                "gathered": timed(gathered, ranks), "peer": timed(fused_again, ranks) if has_link else None
+                "alone": timed(partial(prepared.add_rms_norm, x, part, weight, 1e-6), ranks),
+                "gathered": timed(gathered, ranks), "peer": timed(fused_again, ranks) if has_link else None,
             }
-    return found
+        print(T, found["equal"][T], found["us"].get(T), flush=True)
+        save()
 
 
 def gather_add_norm(shard: Any, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -267,25 +289,43 @@ class Lines(logging.Handler):
 
 def main() -> None:
     task, rank, out = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]), Path(sys.argv[3])
+    faulthandler.dump_traceback_later(max(task["limit_s"] - LAST_WORDS_S, 1.0))
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     log = Lines()
     logging.getLogger("ggufspec").addHandler(log)
     logging.getLogger("ggufspec").setLevel(logging.INFO)
     start = time.perf_counter()
+    found: Data = {}
+
+    def save() -> None:
+        lines = [line for line in log.lines if "sums" in line]
+        done = {"found": found, "seconds": time.perf_counter() - start, "log": lines}
+        half = out.with_suffix(".half")
+        half.write_text(json.dumps(done))
+        half.replace(out)
+
     devices, shares = task["devices"], task["shares"]
     ranks = None
     if task["split"] == "tensor" and len(shares) > 1:
         ranks = join(rank, tuple(map(float, shares)), resolve(devices[rank]))
+        print(f"joined after {time.perf_counter() - start:.1f} s:", *log.lines, flush=True)
     if task["kind"] == "sums":
         assert ranks is not None
-        found = sums(None, task, ranks)
+        sums(task, ranks, found, save)
     else:
         setup = Setup(task["path"], devices, shares, task["split"], ranks)
+        print(f"loaded in {setup.load_s:.1f} s", flush=True)
         with torch.inference_mode():
-            found = {"tokens": tokens, "speed": speed, "prefill": prefill}[task["kind"]](setup, task)
-    lines = [line for line in log.lines if "sums" in line]
-    out.write_text(json.dumps({"found": found, "seconds": time.perf_counter() - start, "log": lines}))
+            {"tokens": tokens, "speed": speed, "prefill": prefill}[task["kind"]](setup, task, found, save)
+    save()
+    if ranks is not None:
+        import torch.distributed as dist
+
+        dist.barrier(group=ranks.host)  # nobody's memory goes while another rank may still write to it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # graphs that hold the library's launches cannot be taken down in order
 
 
 if __name__ == "__main__":
