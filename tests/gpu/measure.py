@@ -349,7 +349,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def run_part(name: str, session: Session, limit_s: float) -> bool:
     """One part, its files written after every measurement. True when it came to its end."""
-    report = Report(name, " ".join((PARTS[name].__doc__ or "").split()), session.out)
+    report = Report(name, (PARTS[name].__doc__ or "").strip().partition("\n")[0], session.out)
 
     def ring(*_: object) -> None:
         raise OutOfTime(f"stopped after {HARD:g} times the limit of {limit_s:g} s")
