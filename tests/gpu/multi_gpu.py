@@ -63,13 +63,14 @@ class Task:
 class Running:
     """A task's processes."""
 
-    def __init__(self, task: Task, is_cpu: bool, limit_s: float):
+    def __init__(self, task: Task, is_cpu: bool, rehearses: bool, limit_s: float):
         self.task, self.limit_s = task, limit_s
         self.folder = tempfile.TemporaryDirectory()
         at = Path(self.folder.name)
         described = at / "task.json"
         described.write_text(json.dumps(dict(
-            kind=task.kind, split=task.split, devices=task.devices, shares=task.shares, limit_s=limit_s, **task.more
+            kind=task.kind, split=task.split, devices=task.devices, shares=task.shares, limit_s=limit_s,
+            rehearses=rehearses, **task.more,
         )))  # fmt: skip
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -149,7 +150,8 @@ class Session:
             for task in tasks:
                 self.run(task)
             return
-        running = [Running(task, self.is_cpu, LIMITS[task.kind]) for task in tasks]
+        rehearses = not self.options.no_rehearsal
+        running = [Running(task, self.is_cpu, rehearses, LIMITS[task.kind]) for task in tasks]
         try:
             while running:
                 for one in list(running):
@@ -410,6 +412,7 @@ def main() -> None:
     parser.add_argument("--drafters", help="of MTP,DSpark,DFlash2 those to measure (all whose files there are)")
     parser.add_argument("--prompt", type=int, default=16384, help="tokens of the prompt in prefill")
     parser.add_argument("--ubatch", type=int, default=512)
+    parser.add_argument("--no-rehearsal", action="store_true", help="compile kernels where they are first launched")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--json", default="multi_gpu.json")
     options = parser.parse_args()

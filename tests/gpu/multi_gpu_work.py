@@ -57,6 +57,7 @@ class Setup:
     shares: list[float]
     split: str
     ranks: Ranks | None = None
+    rehearses: bool = True
     rehearsed: set[str] = field(default_factory=set)  # drafters whose kernels were compiled
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ class Setup:
         """Kernels that no run before has left on disk are compiled at once; ranks do it together."""
         engine = Engine(self.model, self.tokenizer, drafter=drafter, n_ctx=n_ctx, link=self.ranks, **options)
         name = "none" if drafter is None else drafter.name
-        if engine.device.type == "cuda" and name not in self.rehearsed:
+        if self.rehearses and engine.device.type == "cuda" and name not in self.rehearsed:
             from ggufspec.kernels.ahead import compiled_ahead
 
             began = time.perf_counter()
@@ -314,7 +315,7 @@ def main() -> None:
         assert ranks is not None
         sums(task, ranks, found, save)
     else:
-        setup = Setup(task["path"], devices, shares, task["split"], ranks)
+        setup = Setup(task["path"], devices, shares, task["split"], ranks, task["rehearses"])
         print(f"loaded in {setup.load_s:.1f} s", flush=True)
         with torch.inference_mode():
             {"tokens": tokens, "speed": speed, "prefill": prefill}[task["kind"]](setup, task, found, save)
