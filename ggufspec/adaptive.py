@@ -9,133 +9,29 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 from typing import Any
 
 import numpy as np
 
+from .account import Account
+from .costs import Costs
 from .worth import Worth, counts
 
 log = logging.getLogger(__name__)
 
 AUTO_N_MAX = 7  # the longest draft of drafters that were not trained for a length
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 23, 31, 47, 63)
-EARN = 0.0185  # of plain decoding's time may be spent on probes
-EARN_NEW = 0.15  # in plain steps: a stream that begins may be looked at sooner
-MOST_AT_START, MOST_CREDIT = 3.0, 5.0  # in plain steps: what may be lost at first, and at any time after gains
-MOST_SAVED = 2.0  # in plain steps: what probes may have to spend
 PLAIN = 0.98  # without drafts nothing is learned about them: plain steps must promise this much more
 STAY = 1.01  # another length must promise this much more
 FORCED_TIMES = 3  # steps of each kind when times are taken at the start
-FIRST_N = 3  # the first width that is timed beside plain steps
+FIRST_N = 3  # the first width that is timed beside plain steps: the longest up to here, or the shortest there is
 FIRST_TRIES = 4  # of a drafter that has nothing to say at first
 MEMBER_EVERY = 32  # steps between two tries of a drafter that is not in use
 SPEAKS_PRIOR = 0.8  # chance that a drafter has a draft, before it was asked
 FORGET_SPEAKS = 0.9
-RATE = 0.1  # weight of a new time in the running average
-OUTLIER = 2.0  # a time counts as at most this many times the average, and not at all unless the next is like it
-SPREAD = 2000  # steps over which a width that was never used must win back what its first use costs
-
-
-@dataclass
-class Costs:
-    """Milliseconds of a step by (streams, drafters asked, width), measured; the rest is inferred from these."""
-
-    ms: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    n_seen: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    capture_ms: float = inf  # what the first step of a width costs beyond the step: the least of what looked like it
-    _odd: set[tuple[int, int, int]] = field(default_factory=set)  # the last time was an outlier
-
-    def record(self, batch: int, members: int, n: int, ms: float) -> None:
-        """The first time of a key is dropped: it compiles or captures. `members` is 0 where n is."""
-        key = (batch, members, n)
-        self.n_seen[key] = self.n_seen.get(key, 0) + 1
-        if self.n_seen[key] == 1:
-            self._look_for_capture(ms, self.of(batch, members, n))
-            return
-        old = self.ms.get(key)
-        if old is None:
-            self.ms[key] = ms
-            return
-        # once is a capture (of this step or, where the host runs ahead, of the next); twice is a fact
-        if ms > OUTLIER * old and key not in self._odd:
-            self._odd.add(key)
-            self._look_for_capture(ms, old)
-            return
-        if ms * OUTLIER < old:  # nothing makes a step too short: what was believed was one of those
-            self.ms[key] = ms
-            return
-        self._odd.discard(key)
-        # early times weigh more: the average of the first ten
-        rate = max(RATE, 1.0 / self.n_seen[key])
-        new = self.ms[key] = old + rate * (min(ms, OUTLIER * old) - old)
-        for other in self.ms:  # half of a lasting change is the machine's or the context's: it concerns all lengths
-            if other[0] == batch and other != key:
-                self.ms[other] *= (new / old) ** 0.5
-
-    def _look_for_capture(self, ms: float, expected: float) -> None:
-        if OUTLIER * expected < ms:
-            self.capture_ms = min(self.capture_ms, ms - expected)
-
-    def newness(self, batch: int, members: int, n: int) -> float:
-        """Milliseconds to add to a step that was never taken: on a GPU the first captures it."""
-        if (batch, members if n else 0, n) in self.n_seen or self.capture_ms == inf:
-            return 0.0
-        return self.capture_ms / SPREAD
-
-    def shown(self, batch: int) -> str:
-        """The measured widths of a batch size, with any drafters."""
-        rows = sorted((n, ms) for (b, _, n), ms in self.ms.items() if b == batch)
-        return ", ".join(f"{n} drafted {ms:.2f} ms" for n, ms in rows) or "none"
-
-    def known(self, batch: int, members: int, n: int) -> bool:
-        return (batch, members if n else 0, n) in self.ms
-
-    def of(self, batch: int, members: int, n: int) -> float:
-        """Expected milliseconds; inf when nothing at all is known."""
-        members = members if n else 0
-        found = self.ms.get((batch, members, n))
-        if found is not None:
-            return found
-        line = self._line(batch, members)
-        if len(line) > 1:
-            return _on_line(line, n)
-        like = self._like(batch, members, n)
-        if like < inf or members & (members - 1) == 0:
-            return like
-        # several drafters that were never asked together: what each adds to a plain step
-        plain, each = self.of(batch, 0, 0), [1 << m for m in range(members.bit_length()) if members >> m & 1]
-        return plain + sum(self.of(batch, one, n) - plain for one in each) if plain < inf else inf
-
-    def _line(self, batch: int, members: int) -> dict[int, float]:
-        """Measured widths of one batch size and set of drafters, the plain step included."""
-        return {n: ms for (b, m, n), ms in self.ms.items() if b == batch and (m == members or n == 0)}
-
-    def _like(self, batch: int, members: int, n: int) -> float:
-        """From the nearest batch size that is measured better, scaled by a width that both know."""
-        best = inf
-        for other in sorted({b for b, _, _ in self.ms} - {batch}, key=lambda b: abs(b - batch)):
-            line = self._line(other, members)
-            if len(line) > 1 or n in line:
-                here = self._line(batch, members)
-                scale = next((ms / line[m] for m, ms in here.items() if m in line), None)
-                if scale is None:
-                    scale = 1.0
-                best = scale * (line[n] if n in line else _on_line(line, n))
-                break
-        return best
-
-
-def _on_line(line: dict[int, float], n: int) -> float:
-    """Between measured widths straight on; beyond the last with the last slope, never below the last."""
-    widths = sorted(line)
-    above = next((i for i, w in enumerate(widths) if w >= n), len(widths) - 1)
-    above = max(above, 1)
-    low, high = widths[above - 1], widths[above]
-    value = line[low] + (line[high] - line[low]) * (n - low) / (high - low)
-    return max(value, line[high]) if n > high else value
 
 
 @dataclass(frozen=True)
@@ -173,32 +69,34 @@ class Adaptive:
         self.worth = Worth.fresh(0, len(self.n_max), top)
         self.speaks = np.zeros((0, len(self.n_max)))  # chance that a drafter has a draft when asked, per stream
         self.pool = Worth.fresh(1, len(self.n_max), top)  # over all streams: what a new one is expected to be like
-        self.credit = 0.0  # in plain steps: for steps that look worth it
-        self._is_started = False  # the first credit follows from what drafts cost
-        self.saved = 0.0  # in plain steps: for probes
+        self.account = Account()  # what may be lost against plain decoding
         self.choice: Choice | None = None
         self.n_steps = 0
         every = range(len(self.n_max))
         self.subsets = [s for size in range(1, len(self.n_max) + 1) for s in combinations(every, size)]
         self.forced: deque[tuple[int, tuple[int, ...]]] = deque()  # widths and drafters of the next steps
         self._turn = 0
+        self.stake = 0.0  # in plain steps: what the next look at drafts costs
         self._asked: dict[int, int] = {}  # first tries of each drafter
         self._shown = -1
 
     # -- before a step -----------------------------------------------------------------------------------------
 
-    def choose(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
-        """Lengths for the next step of `jobs`, job b at most most[b] (its own limit)."""
+    def choose(self, jobs: Sequence[int], most: Sequence[int], pending: Choice | None = None) -> Choice:
+        """Lengths for the next step of `jobs`, job b at most most[b] (its own limit).
+
+        pending: a step on its way whose outcome is not recorded yet. What it can lose counts as lost.
+        """
         self._follow(jobs)
         self.n_steps += 1
-        choice = self._choose(jobs, most)
+        choice = self._choose(jobs, most, pending)
         self.choice = choice
         if choice.n != self._shown and not choice.is_probe:
             log.debug("draft length %d for %d stream(s): %s", choice.n, len(jobs), self.shown(len(jobs)))
             self._shown = choice.n
         return choice
 
-    def _choose(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
+    def _choose(self, jobs: Sequence[int], most: Sequence[int], pending: Choice | None) -> Choice:
         batch, plain = len(jobs), Choice.plain(len(jobs))
         if not any(most):
             return plain
@@ -209,21 +107,19 @@ class Adaptive:
         if first is not None:
             return first
         base = self.costs.of(batch, 0, 0)
-        self._start(self.costs.of(batch, 1, min(FIRST_N, self.n_max[0])) / base)
-        best = self._best(jobs, most)
+        self.account.open(self.costs.of(batch, 1, self._first_width(0, max(most))) / base)
+        staked = 0.0 if pending is None else self._loss(batch, pending, base)
+        best = self._best(jobs, most, self.account.total - staked)
         if best.n == 0:
-            probe = self._probe(jobs, most)
-            return probe if probe is not None and self._loss(batch, probe, base) <= self.saved else plain
-        if self._loss(batch, best, base) > self.credit:
-            return replace(best, is_probe=True)  # paid from what was saved
+            look = self._probe(jobs, most)
+            if look is None:
+                return plain
+            self.stake = self._loss(batch, look, base)
+            is_look = pending is not None and pending.is_probe
+            return look if self.account.affords_look(self.stake, staked if is_look else 0.0) else plain
         if len(self.n_max) > 1 and self.n_steps % MEMBER_EVERY == 0:
             return self._other_member(jobs, most, best)
         return best
-
-    def _start(self, cost: float) -> None:
-        """The first credit, as soon as it is known what drafts cost (in plain steps)."""
-        if not self._is_started and 0.0 < cost < inf:
-            self.credit, self._is_started = min(1.0 + 1.5 * (cost - 1.0), MOST_AT_START), True
 
     def _follow(self, jobs: Sequence[int]) -> None:
         """Keep what is known of these jobs, in this order; new ones begin like those before them."""
@@ -237,8 +133,7 @@ class Adaptive:
         self.worth = self.worth.joined(self.pool.take([0] * n_new).softened()).take(rows)
         self.speaks = np.concatenate([self.speaks, np.full((n_new, len(self.n_max)), SPEAKS_PRIOR)])[rows]
         self.jobs = jobs
-        if self._is_started:
-            self.saved = min(self.saved + EARN_NEW * n_new / len(jobs), MOST_SAVED)
+        self.account.new_streams(n_new / len(jobs))
 
     def _loss(self, batch: int, choice: Choice, base: float) -> float:
         """In plain steps: what the step costs too much if no draft is right."""
@@ -247,26 +142,30 @@ class Adaptive:
     def _unmeasured(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
         """Before anything is known: plain steps and short drafts of each drafter."""
         costs, batch = self.costs, len(jobs)
-        if not costs.ms or (len({b for b, _, _ in costs.ms}) == 1 and (batch, 0, 0) in costs.n_seen):
+        if costs.is_first(batch) and (not costs.ms or costs.is_seen(batch, 0, 0)):
             if not costs.known(batch, 0, 0):
                 return Choice.plain(batch)
             for m in range(len(self.n_max)):
-                n = max(n for n in self.widths if n <= min(self.n_max[m], max(most), FIRST_N) or n == 0)
-                tries = sum(seen for (b, key, _), seen in costs.n_seen.items() if b == batch and key == _key((m,)))
-                if n and tries < 2 and self._asked.get(m, 0) < FIRST_TRIES:
+                n = self._first_width(m, max(most))
+                if n and costs.n_steps(batch, _key((m,))) < 2 and self._asked.get(m, 0) < FIRST_TRIES:
                     self._asked[m] = self._asked.get(m, 0) + 1
                     return self._uniform(n, (m,), most)
         return None
 
+    def _first_width(self, m: int, most: int) -> int:
+        """The width that a drafter's times begin with; 0: there is none."""
+        widths = [n for n in self.widths[1:] if n <= min(self.n_max[m], most)]
+        return max((n for n in widths if n <= FIRST_N), default=min(widths, default=0))
+
     def _uniform(self, n: int, members: tuple[int, ...], most: Sequence[int], is_probe: bool = False) -> Choice:
         return Choice(n, [min(n, limit) for limit in most], [members] * len(most), is_probe)
 
-    def _best(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
+    def _best(self, jobs: Sequence[int], most: Sequence[int], budget: float) -> Choice:
         """The width and drafters with the most expected tokens a millisecond, of those whose failure can be paid."""
         batch, base = len(jobs), self.costs.of(len(jobs), 0, 0)
         best, best_rate = Choice.plain(batch), PLAIN * batch / base
         now = self.choice.n if self.choice is not None and not self.choice.is_probe else -1
-        budget, limits = max(self.credit, self.saved), np.asarray(most)
+        limits = np.asarray(most)
         expected = {subset: self._expected(subset) for subset in self.subsets}
         for subset in self.subsets:
             inner = [s for s in self.subsets if set(s) <= set(subset)]
@@ -315,9 +214,9 @@ class Adaptive:
         if not others:
             return best
         self._turn += 1
-        probe = self._uniform(best.n, (others[self._turn % len(others)],), most, is_probe=True)
-        loss = self._loss(len(jobs), probe, self.costs.of(len(jobs), 0, 0))
-        return probe if loss <= self.credit else best
+        other = self._uniform(best.n, (others[self._turn % len(others)],), most)
+        loss = self._loss(len(jobs), other, self.costs.of(len(jobs), 0, 0))
+        return other if loss <= self.account.credit else best
 
     def start_steps(self, every_width: bool = False) -> list[tuple[int, tuple[int, ...]]]:
         """Steps to take times of at the start: plain, short and of full width with each drafter; or all there are."""
@@ -332,7 +231,7 @@ class Adaptive:
         top = self.worth.right.shape[-1]
         self.worth, self.pool = Worth.fresh(0, len(self.n_max), top), Worth.fresh(1, len(self.n_max), top)
         self.speaks, self.jobs = self.speaks[:0], []
-        self.credit, self.saved, self._is_started, self.choice = 0.0, 0.0, False, None
+        self.account, self.choice = Account(), None
         self.forced.clear()
 
     # -- after it ----------------------------------------------------------------------------------------------
@@ -347,38 +246,37 @@ class Adaptive:
             self.costs.record(batch, asked, width, ms)
         if choice.n > 0:
             self._learn(jobs, choice, n_drafted, n_accepted, sources)
+        else:
+            self.worth.age()
         base, cost = self.costs.of(batch, 0, 0), self.costs.of(batch, asked, width)
         if inf in (base, cost):
             return
-        if choice.n:
-            self._start(cost / base)
-        gain = (batch + sum(n_accepted)) / batch - cost / base
+        loss, won = cost / base - 1.0, sum(n_accepted) / batch
         if choice.n == 0:
-            self.saved += EARN
-        elif choice.is_probe:  # what a probe wins pays it back first: the next one can follow at once
-            stake, won = cost / base - 1.0, sum(n_accepted) / batch
-            self.saved -= max(stake - won, 0.0)
-            self.credit += max(won - stake, 0.0)
+            self.account.plain(self.stake)
+        elif choice.is_probe:
+            self.account.look(loss, won)
         else:
-            self.credit += gain
-        self.credit, self.saved = min(self.credit, MOST_CREDIT), min(self.saved, MOST_SAVED)
+            self.account.open(cost / base, is_tried=True)
+            self.account.draft(won - loss)
 
     def _learn(self, jobs: Sequence[int], choice: Choice, n_drafted: Sequence[int], n_accepted: Sequence[int],
                sources: Sequence[int]) -> None:
         rows = {job: row for row, job in enumerate(self.jobs)}
-        present = [b for b, job in enumerate(jobs) if job in rows]  # others ended with the step
-        for b in present:
+        asked = [b for b, job in enumerate(jobs) if job in rows and choice.lengths[b] > 0]  # others ended with the step
+        for b in asked:
             for m in choice.members[b]:
                 spoke, row = n_drafted[b] > 0 and m == sources[b], rows[jobs[b]]
                 self.speaks[row, m] += (1.0 - FORGET_SPEAKS) * (spoke - self.speaks[row, m])
                 if spoke:
                     break
-        drafted = [b for b in present if n_drafted[b] > 0]
+        drafted = [b for b in asked if n_drafted[b] > 0]
         if not drafted:
             return
         by = np.array([sources[b] for b in drafted])
         n_max = self.worth.right.shape[-1]
-        tried, right = counts([n_drafted[b] for b in drafted], [n_accepted[b] for b in drafted], n_max)
+        # of the length that was asked for: a draft that ended before is as good as one that was wrong there
+        tried, right = counts([choice.lengths[b] for b in drafted], [n_accepted[b] for b in drafted], n_max)
         self.worth.record([rows[jobs[b]] for b in drafted], by, tried, right)
         members_seen = np.unique(by)
         summed = [np.stack([counted[by == m].sum(axis=0) for m in members_seen]) for counted in (tried, right)]

@@ -85,7 +85,7 @@ class Decoder:
         Not when the host takes part in it, and not when its graph is still to be captured. Eager steps on a GPU are
         bound by the host anyway.
         """
-        size = self._size(len(slots), n)
+        size = self.n_entries(len(slots), n)
         plan = self._plan(slots, n, size)
         if not self.ahead or plan is None or self.is_on_host:
             return False
@@ -102,7 +102,7 @@ class Decoder:
         """
         began = time.perf_counter()
         n = choice.n if self.drafter is not None else 0
-        size = self._size(len(slots), n)
+        size = self.n_entries(len(slots), n)
         plan = self._plan(slots, n, size)
         self._turn = 1 - self._turn
         if self._done[self._turn] is not None:
@@ -182,8 +182,8 @@ class Decoder:
         """Whether one graph holds a step, sampling permitting, and not its verification alone."""
         return self.graphs is not None and not self.is_on_host
 
-    def _size(self, n_streams: int, n: int) -> int:
-        """Entries of a step, padding included: only captured ones have any."""
+    def n_entries(self, n_streams: int, n: int) -> int:
+        """Entries of a step with n drafted tokens, padding included: only captured ones have any."""
         if self.graphs is None and self.run_stage is None:
             return n_streams
         return n_entries(n_streams, n + 1, self.cache.n_slots)

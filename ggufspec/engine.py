@@ -113,6 +113,8 @@ class Engine:
         self.prefill = Prefill(target, drafter)
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
+        if isinstance(policy, Adaptive):
+            policy.costs.entries = self.decoder.n_entries
         self.lengths = Lengths(self)
         self._flights: deque[Flight] = deque()  # steps that the device has and the host has not read, at most two
         self._results_at = 0.0  # when the host last had a step's results
@@ -310,7 +312,7 @@ class Engine:
         return events
 
     def _launch(self, slots: list[Slot], choice: Choice | None = None, following: Flight | None = None) -> None:
-        rooms = [self._room(slot) for slot in slots]
+        rooms = [self.room(slot) for slot in slots]
         choice = choice or self.lengths.choose(slots, rooms)
         self._flights.append(self.decoder.launch(slots, choice, rooms, following))
 
@@ -322,11 +324,11 @@ class Engine:
             return
         if flight.choice.n > 0 and any(results.may_be_cut(slot) for slot in running):
             return
-        choice = self.lengths.choose(slots, [self._room(s) - flight.holds(s) for s in slots])
+        choice = self.lengths.choose(slots, [self.room(s) - flight.holds(s) for s in slots])
         if self.decoder.can_follow(slots, choice.n):
             self._launch(slots, choice, flight)
 
-    def _room(self, slot: Slot) -> int:
+    def room(self, slot: Slot) -> int:
         """Drafted tokens that the slot's context and the tokens still wanted leave room for."""
         return max(results.n_left(self, slot) - 1, 0)
 

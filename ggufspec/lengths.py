@@ -22,6 +22,7 @@ class Lengths:
         self.engine = engine
         self.step_ms: float | None = None  # what the last step took; in a tensor split, on the first rank
         self._untold: Callable[[float | None], None] | None = None  # the last step's results, for the policy
+        self._sent: Choice | None = None  # for the step that was launched last
         self._prepared: tuple[list[int], list[int], Choice] | None = None  # jobs, limits and the choice for them
 
     def choose(self, slots: Sequence[Slot], rooms: Sequence[int]) -> Choice:
@@ -31,7 +32,8 @@ class Lengths:
         """
         choice = self._choose(slots)
         fits = any(min(n, room) > 0 for n, room in zip(choice.lengths, rooms))
-        return choice if fits else Choice.plain(len(slots))
+        self._sent = choice if fits else Choice.plain(len(slots))
+        return self._sent
 
     def _choose(self, slots: Sequence[Slot]) -> Choice:
         most, policy = [self._most(slot) for slot in slots], self.engine.policy
@@ -39,7 +41,7 @@ class Lengths:
             return Choice(max(most), most, [()] * len(most))
         jobs = _jobs(slots)
         if self._prepared is None or self._prepared[:2] != (jobs, most):
-            self._prepared = jobs, most, policy.choose(jobs, most)
+            self._prepared = jobs, most, policy.choose(jobs, most, self._sent)
         choice = self._prepared[2]
         if isinstance(self.engine.drafter, Chain):
             self.engine.drafter.allowed = choice.members
@@ -53,10 +55,11 @@ class Lengths:
             self._untold(self.step_ms)
             self._untold = None
         jobs, most, _ = self._prepared
-        self._prepared = jobs, most, self.engine.policy.choose(jobs, most)
+        self._prepared = jobs, most, self.engine.policy.choose(jobs, most, self._sent)
 
     def keep(self, flight: Flight, decoded: Decoded, ms: float | None) -> None:
-        """Keep what the policy is told once all ranks know the time that the step took."""
+        """Keep what the policy is told once all ranks know the time that the step took. Nothing of the step is in the
+        slots yet."""
         live = flight.live()
         self.step_ms = ms if len(live) == len(flight.slots) else None  # else it was a larger step's
         policy = self.engine.policy
@@ -65,10 +68,10 @@ class Lengths:
         chain = self.engine.drafter if isinstance(self.engine.drafter, Chain) else None
         sources = [chain.source(slot.id) if chain is not None else 0 for slot in decoded.slots]
         accepted = [len(tokens) - 1 for tokens in decoded.emitted]
-        choice = Choice(
-            flight.choice.n, [flight.choice.lengths[b] for b in live], [flight.choice.members[b] for b in live],
-            flight.choice.is_probe,
-        )  # fmt: skip
+        chosen = flight.choice
+        # a draft that the end of its text cuts short is no sign of what the drafter knows
+        lengths = [min(chosen.lengths[b], self.engine.room(slot)) for b, slot in zip(live, decoded.slots)]
+        choice = Choice(chosen.n, lengths, [chosen.members[b] for b in live], chosen.is_probe)
         self._untold = partial(policy.record, _jobs(decoded.slots), choice, decoded.n_drafted, accepted, sources)
 
     def _most(self, slot: Slot) -> int:

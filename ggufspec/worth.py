@@ -12,9 +12,10 @@ import numpy as np
 
 MEMORIES = np.array([0.6, 0.8, 0.93, 0.985])  # weight of the past at every step: 2.5 to 70 steps are remembered
 FORGET_PREDICTIONS = 0.93
-FAVOUR = 1.5  # log-odds by which each memory is preferred to the next shorter one: texts seldom change
-PRIOR, PRIOR_TRIES = 0.6, 0.3  # chance of a first drafted token before anything is known; how many tries it counts as
+FAVOUR = 1.2  # log-odds by which each memory is preferred to the next shorter one: texts seldom change
+PRIOR, PRIOR_TRIES = 0.6, 0.2  # chance of a first drafted token before anything is known; how many tries it counts as
 LIKE_TRIES = 1.0  # how many tries a position counts as that says: like the one before it
+REFUTED = 1.5  # log-odds from which a memory is refuted by a shorter one
 LEAST_CHANCE = 0.02
 NEW_TRIES = 2.0  # how many tries a new stream takes over from those before it
 
@@ -72,6 +73,25 @@ class Worth:
         self.score[rows] = FORGET_PREDICTIONS * self.score[rows] + likely.sum(axis=-1)
         self.right[rows] = MEMORIES[:, None] * self.right[rows] + right[:, None]
         self.tried[rows] = MEMORIES[:, None] * self.tried[rows] + tried[:, None]
+        self._restart(rows)
+        self._chances = self._tokens = None
+
+    def _restart(self, rows: tuple[Array, Array]) -> None:
+        """A memory that is clearly refuted by a shorter one remembers another text: it goes on from what that holds."""
+        right, tried, score = self.right[rows], self.tried[rows], self.score[rows]
+        every = np.arange(len(score))
+        for k in range(1, len(MEMORIES)):
+            shorter = score[:, :k] + FAVOUR * np.arange(k)
+            best = shorter.argmax(axis=1)
+            is_refuted = shorter[every, best] > score[:, k] + FAVOUR * k + REFUTED
+            for values in (right, tried, score):
+                values[is_refuted, k] = values[is_refuted, best[is_refuted]]
+        self.right[rows], self.tried[rows], self.score[rows] = right, tried, score
+
+    def age(self) -> None:
+        """A step without drafts: the text went on unseen. What was counted is forgotten as if there had been some."""
+        self.right, self.tried = MEMORIES[:, None] * self.right, MEMORIES[:, None] * self.tried
+        self.score = FORGET_PREDICTIONS * self.score
         self._chances = self._tokens = None
 
     def tokens(self) -> Array:
@@ -85,8 +105,8 @@ class Worth:
         return self._tokens
 
 
-def counts(n_drafted: Sequence[int], n_accepted: Sequence[int], n_max: int) -> tuple[Array, Array]:
+def counts(n_asked: Sequence[int], n_accepted: Sequence[int], n_max: int) -> tuple[Array, Array]:
     """(tried, right) [n, n_max] of verified drafts: the accepted tokens and the first that was not were tried."""
-    drafted, accepted = np.asarray(n_drafted)[:, None], np.asarray(n_accepted)[:, None]
+    asked, accepted = np.asarray(n_asked)[:, None], np.asarray(n_accepted)[:, None]
     position = np.arange(n_max)
-    return (position < np.minimum(accepted + 1, drafted)).astype(float), (position < accepted).astype(float)
+    return (position < np.minimum(accepted + 1, asked)).astype(float), (position < accepted).astype(float)

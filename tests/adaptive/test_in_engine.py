@@ -180,5 +180,5 @@ def test_times_taken_at_the_start_leave_nothing_else_behind(trained: tuple[Model
         warm_up.run(engine, 5, n_streams)
         assert all(policy.costs.known(n_streams, 1 if n else 0, n) for n in (0, 3, 4))
     assert engine.idle and all(slot.n_past == 0 for slot in engine.slots) and engine.stats.n_decode == 0
-    assert not policy.jobs and policy.credit == 0.0 and drafter.stats.n_drafts == 0
+    assert not policy.jobs and policy.account.total == 0.0 and drafter.stats.n_drafts == 0
     assert [job.generated for job in run(engine, prompts, 24)] == want

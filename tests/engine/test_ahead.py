@@ -205,7 +205,7 @@ def test_lengths_that_change_from_step_to_step(family: Family) -> None:
         def __init__(self) -> None:
             self.n, self.told = -1, []  # type: ignore[var-annotated]
 
-        def choose(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
+        def choose(self, jobs: Sequence[int], most: Sequence[int], pending: Choice | None) -> Choice:
             self.n += 1
             n = self.n % 4
             return Choice(n, [min(n, m) for m in most], [(0,)] * len(jobs))
