@@ -26,6 +26,9 @@ AUTO_N_MAX = 7  # the longest draft of drafters that were not trained for a leng
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15, 23, 31, 47, 63)
 PLAIN = 0.98  # without drafts nothing is learned about them: plain steps must promise this much more
 STAY = 1.01  # another length must promise this much more
+PLAIN_EVERY = 32  # steps after which a plain one is taken, where drafts pay only if its time is still true:
+CLOSE = 1.15  # they promise less than this times as much,
+CLOSE_AT_FIRST, FEW = 1.5, 10  # or while plain steps were few, less than this
 FORCED_TIMES = 3  # steps of each kind when times are taken at the start
 FIRST_N = 3  # the first width that is timed beside plain steps: the longest up to here, or the shortest there is
 FIRST_TRIES = 4  # of a drafter that has nothing to say at first
@@ -76,6 +79,8 @@ class Adaptive:
         self.subsets = [s for size in range(1, len(self.n_max) + 1) for s in combinations(every, size)]
         self.forced: deque[tuple[int, tuple[int, ...]]] = deque()  # widths and drafters of the next steps
         self._turn = 0
+        self._n_since_plain = 0
+        self._promise = 1.0  # tokens a millisecond of the best step with drafts, of those without
         self.stake = 0.0  # in plain steps: what the next look at drafts costs
         self._asked: dict[int, int] = {}  # first tries of each drafter
         self._shown = -1
@@ -91,6 +96,7 @@ class Adaptive:
         self.n_steps += 1
         choice = self._choose(jobs, most, pending)
         self.choice = choice
+        self._n_since_plain = self._n_since_plain + 1 if choice.n else 0
         if choice.n != self._shown and not choice.is_probe:
             log.debug("draft length %d for %d stream(s): %s", choice.n, len(jobs), self.shown(len(jobs)))
             self._shown = choice.n
@@ -117,6 +123,10 @@ class Adaptive:
             self.stake = self._loss(batch, look, base)
             is_look = pending is not None and pending.is_probe
             return look if self.account.affords_look(self.stake, staked if is_look else 0.0) else plain
+        if self._n_since_plain >= PLAIN_EVERY:
+            is_sure = self.costs.n_steps(batch, 0) >= FEW
+            if self._promise < (CLOSE if is_sure else CLOSE_AT_FIRST):
+                return plain
         if len(self.n_max) > 1 and self.n_steps % MEMBER_EVERY == 0:
             return self._other_member(jobs, most, best)
         return best
@@ -183,6 +193,7 @@ class Adaptive:
                 if rate > best_rate:
                     best = Choice(n, [min(n, limit) for limit in most], [inner[i] for i in which])
                     best_rate = rate
+        self._promise = best_rate * base / batch
         return best
 
     def _expected(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -52,6 +52,8 @@ class Costs:
         # early times weigh more: the average of the first ten
         rate = max(RATE, 1.0 / self.n_seen[key])
         new = self.ms[key] = old + rate * (min(ms, OUTLIER * old) - old)
+        if rate > RATE:  # it settles, nothing has changed
+            return
         for other in self.ms:  # half of a lasting change is the machine's or the context's: it concerns all lengths
             if other[0] == key[0] and other != key:
                 self.ms[other] *= (new / old) ** 0.5

@@ -33,15 +33,18 @@ class Fixed:
     def __init__(self, n: int):
         self.n = n
 
-    def choose(self, jobs: Sequence[int], most: Sequence[int]) -> Choice:
+    def choose(self, jobs: Sequence[int], most: Sequence[int], pending: Choice | None = None) -> Choice:
         return Choice(self.n, [self.n] * len(jobs), [(0,)] * len(jobs))
 
     def record(self, *told: object) -> None: ...
 
 
 def simulate(policy: Adaptive | Fixed, chances: Sequence[Chance], cost: Cost, n_tokens: int, *, seed: int = 1,
-             noise: float = 0.02) -> Run:
+             noise: float = 0.02, shorter: int | None = None) -> Run:
     """Decode streams together, stream b with chance chances[b], until stream 0 has n_tokens.
+
+    As in the engine, the choice for a step is made while the step before it runs: from what is known up to the one
+    before that. shorter: the drafter stops after so many tokens, whatever it is asked for.
 
     Drafted token i of a step at token t is right when a number that depends on (stream, t + i) alone is below the
     chance there: all policies meet the same text.
@@ -59,10 +62,16 @@ def simulate(policy: Adaptive | Fixed, chances: Sequence[Chance], cost: Cost, n_
             known.append(texts[stream].random())
         return known[token] < chances[stream](token)
 
+    most = [1000] * len(jobs)
+    following, untold = policy.choose(jobs, most), None
     while done[0] < n_tokens:
-        choice = policy.choose(jobs, [1000] * len(jobs))
+        choice = following
+        if untold is not None:
+            policy.record(*untold)
+        following = policy.choose(jobs, most, choice)
         accepted = []
-        for b, n in enumerate(choice.lengths):
+        drafted = [n if shorter is None else min(n, shorter) for n in choice.lengths]
+        for b, n in enumerate(drafted):
             a = 0
             while a < n and right(b, done[b] + a):
                 a += 1
@@ -76,7 +85,7 @@ def simulate(policy: Adaptive | Fixed, chances: Sequence[Chance], cost: Cost, n_
         for b, a in enumerate(accepted):
             done[b] += a + 1
         shown = ms * clock.uniform(1 - noise, 1 + noise)
-        policy.record(jobs, choice, choice.lengths, accepted, [0 if n else -1 for n in choice.lengths], shown)
+        untold = (jobs, choice, drafted, accepted, [0 if n else -1 for n in drafted], shown)
     return run
 
 
