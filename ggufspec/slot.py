@@ -17,7 +17,7 @@ class Checkpoint:
     """The recurrent state (and the drafters' own) after the first `n_past` tokens of a slot."""
 
     n_past: int
-    states: list[Tensor | None]
+    states: list[Tensor]  # of `Cache.save_recurrent`
     drafter: Any
 
 

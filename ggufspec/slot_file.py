@@ -28,7 +28,7 @@ from torch import Tensor
 from .errors import FileError
 
 MAGIC = b"GGUFSLOT"
-VERSION = 1
+VERSION = 2
 _FIXED = struct.Struct("<8sIQ")
 _DIGEST = 32
 _DTYPES = {

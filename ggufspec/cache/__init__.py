@@ -6,6 +6,7 @@ length are simply never visible, recurrent layers replay the accepted inputs at 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..handover import on
 from ..kernels import gdn, kv
-from ..kernels.gdn import GdnSpec, GdnState
+from ..kernels.gdn import Bank, GdnSpec, GdnState
 from ..kernels.kv import KV
 
 
@@ -51,10 +52,10 @@ class SlotState:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def save_state(state: GdnState, slot: int, *, to_host: bool) -> Tensor:
-    """One layer's state, committed by a kernel on its own device."""
+def save_state(state: GdnState, slot: int) -> Tensor:
+    """One layer's state on the host, committed by a kernel on its own device."""
     with on(state.device):
-        return gdn.save(state, slot, to_host=to_host)
+        return gdn.save(state, slot)
 
 
 @dataclass
@@ -65,7 +66,8 @@ class Cache:
     n_ctx: int  # cells a slot
     type_k: str
     type_v: str
-    leaders: list[GdnState]  # one recurrent layer a device: its counts are those of all layers there
+    leaders: list[GdnState]  # one recurrent layer a bank: its counts are those of all layers there
+    banks: list[Bank]  # recurrent layers alike on one device
 
     @classmethod
     def allocate(cls, layers: Sequence[object], n_slots: int, n_ctx: int, type_k: str, type_v: str) -> Cache:
@@ -74,6 +76,9 @@ class Cache:
             raise ConfigError(f"a cache of {n_slots} slots with {n_ctx} cells was asked for; both must be 1 or more")
         kvs: list[KV | None] = []
         states: list[GdnState | None] = []
+        alike: dict[RecurrentLayer, int] = Counter(layer for layer in layers if isinstance(layer, RecurrentLayer))
+        banks = {like: gdn.allocate_bank(like.spec, n, n_slots, like.device) for like, n in alike.items()}
+        left = {like: iter(bank.layers) for like, bank in banks.items()}
         for layer in layers:
             if isinstance(layer, KVLayer):
                 kvs.append(kv.allocate(type_k, type_v, n_slots, n_ctx, layer.n_kv, layer.key_length,
@@ -81,17 +86,11 @@ class Cache:
                 states.append(None)
             elif isinstance(layer, RecurrentLayer):
                 kvs.append(None)
-                states.append(gdn.allocate(layer.spec, n_slots, layer.device))
+                states.append(next(left[layer]))
             else:
                 raise TypeError(f"unknown cache layer {layer!r}")
-        by_device: dict[torch.device, list[GdnState]] = {}
-        for state in states:
-            if state is not None:
-                by_device.setdefault(state.device, []).append(state)
-        for linked in by_device.values():
-            gdn.link(linked)
-        leaders = [linked[0] for linked in by_device.values()]
-        return cls(kvs, states, n_slots, n_ctx, type_k, type_v, leaders)
+        leaders = [bank.layers[0] for bank in banks.values()]
+        return cls(kvs, states, n_slots, n_ctx, type_k, type_v, leaders, list(banks.values()))
 
     @property
     def has_recurrent(self) -> bool:
@@ -134,9 +133,8 @@ class Cache:
 
     def reset(self, slot: int) -> None:
         """Start a new sequence in a slot."""
-        for state in self.recurrent:
-            if state is not None:
-                gdn.reset(state, slot)
+        for bank in self.banks:
+            gdn.reset_bank(bank, slot)
 
     def save(self, slot: int, n_past: int) -> SlotState:
         """Copy the committed past of a slot to the host; pending rows of recurrent layers are committed first."""
@@ -144,17 +142,23 @@ class Cache:
         states: list[Tensor | None] = []
         for k, s in zip(self.kv, self.recurrent):
             kvs.append(None if k is None else kv.save(k, slot, n_past))
-            states.append(None if s is None else save_state(s, slot, to_host=True))
+            states.append(None if s is None else save_state(s, slot))
         return SlotState(n_past, kvs, states)
 
-    def save_recurrent(self, slot: int) -> list[Tensor | None]:
-        """Only the recurrent part, on its device: a checkpoint (the KV cells below it stay where they are)."""
-        return [None if s is None else save_state(s, slot, to_host=False) for s in self.recurrent]
+    def save_recurrent(self, slot: int, is_committed: bool = False) -> list[Tensor]:
+        """Only the recurrent part, on its device: a checkpoint (the KV cells below it stay where they are).
 
-    def restore_recurrent(self, slot: int, states: list[Tensor | None]) -> None:
-        for state, saved in zip(self.recurrent, states):
-            if state is not None and saved is not None:
-                gdn.restore(state, slot, saved)
+        is_committed: the slot's last forward was a prompt's, so that no accepted rows are pending.
+        """
+        saved = []
+        for bank in self.banks:
+            with on(bank.state.device):
+                saved.append(gdn.save_bank(bank, slot, is_committed))
+        return saved
+
+    def restore_recurrent(self, slot: int, saved: list[Tensor]) -> None:
+        for bank, part in zip(self.banks, saved):
+            gdn.restore_bank(bank, slot, part)
 
     def restore(self, slot: int, saved: SlotState) -> None:
         """All or nothing: everything is checked before the first byte is written."""
@@ -174,4 +178,6 @@ class Cache:
         for k, pair in zip(self.kv, saved.kv):
             if k is not None and pair is not None:
                 kv.restore(k, slot, pair)
-        self.restore_recurrent(slot, saved.recurrent)
+        for state, part in zip(self.recurrent, saved.recurrent):
+            if state is not None and part is not None:
+                gdn.restore(state, slot, part)

@@ -19,23 +19,28 @@ from ggufspec.kernels.gdn import plain, prefill
 from ggufspec.kernels.gdn.plain import naive
 from ggufspec.kernels.gdn.state import (
     MAX_WINDOW,
+    Bank,
     GdnSpec,
     GdnState,
     GdnWeights,
     allocate,
+    allocate_bank,
     fits,
-    link,
+    pack_bank,
     pack_slot,
     reset,
+    reset_bank,
     restore,
+    restore_bank,
     tails,
     trim,
 )
 from ggufspec.kernels.matmul import Activation
 
 __all__ = [
-    "MAX_WINDOW", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "chunk", "commit", "fits", "link",
-    "naive", "reset", "restore", "save", "step_prepared", "tails", "trim",
+    "MAX_WINDOW", "Bank", "GdnSpec", "GdnState", "GdnWeights", "accept", "allocate", "allocate_bank", "chunk", "commit",
+    "fits", "naive", "reset", "reset_bank", "restore", "restore_bank", "save", "save_bank", "step_prepared", "tails",
+    "trim",
 ]  # fmt: skip
 
 
@@ -100,12 +105,21 @@ def chunk(
 def commit(state: GdnState, slots: Tensor) -> None:
     """Replay the accepted rows of slots [B] now; nothing is pending afterwards."""
     room(state.state).replay(state, slots)
-    state.half[slots] = 1 - state.half[slots]
-    state.n_replay.index_fill_(0, slots, 0)
+    room(state.state).committed(state.counts, slots)
 
 
-def save(state: GdnState, slot: int, *, to_host: bool = True) -> Tensor:
-    """The slot's committed memory as one flat tensor; accepted rows are committed first."""
+def save_bank(bank: Bank, slot: int, is_committed: bool = False) -> Tensor:
+    """The slot's committed memory of all layers, [n_layers, n], where it lies. is_committed: nothing is pending in the
+    slot, as after prompt rows; else accepted rows are committed first."""
+    if not is_committed:
+        slots = torch.full((1,), slot, device=bank.state.device)  # filled there: the host waits for nothing
+        for layer in bank.layers:
+            room(bank.state).replay(layer, slots)
+        room(bank.state).committed(bank.counts, slots)
+    return pack_bank(bank, slot)
+
+
+def save(state: GdnState, slot: int) -> Tensor:
+    """The slot's committed memory as one flat tensor on the host; accepted rows are committed first."""
     commit(state, torch.full((1,), slot, device=state.device))  # filled there: the host waits for nothing
-    saved = pack_slot(state, slot)
-    return saved.cpu() if to_host else saved
+    return pack_slot(state, slot).cpu()

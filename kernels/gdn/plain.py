@@ -105,9 +105,16 @@ def accept(state: GdnState, slots: Tensor, n: Tensor, n_rows: Tensor) -> None:
 
 def replay(state: GdnState, slots: Tensor) -> None:
     """Accepted rows of the windows into the committed states, the last convolution inputs to the other half.
-    `counts` stays as it is."""
+    `counts` stays as it is: see `committed`."""
     for slot in slots.tolist():
         replay_slot(state, slot)
+
+
+def committed(counts: Tensor, slots: Tensor) -> None:
+    """The slots' rows have been replayed: counts [2, n_slots] or more layers' as one, [2, n_layers, n_slots]."""
+    n_replay, half = counts
+    half[..., slots] = 1 - half[..., slots]
+    n_replay[..., slots] = 0
 
 
 def replay_slot(state: GdnState, slot: int) -> Tensor:

@@ -8,7 +8,6 @@ In front of the rows of a half stand the convolution inputs before them: what a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,8 +55,8 @@ class GdnState:
     Rows r .. r + conv_kernel - 2 of a half of `window_u` precede row r of its window: the committed tail of the
     convolution is what precedes row n_replay.
 
-    counts [2, n_slots] int64: rows of the window to replay, and which half they stand in. Layers that are
-    linked share one tensor of counts, so that accepting is one launch for all of them.
+    counts [2, n_slots] int64: rows of the window to replay, and which half they stand in. Layers of a bank share
+    one tensor of counts, so that accepting is one launch for all of them.
     """
 
     spec: GdnSpec
@@ -100,36 +99,58 @@ class GdnState:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def allocate(
-    spec: GdnSpec, n_slots: int, device: torch.device | str, max_window: int = MAX_WINDOW
-) -> GdnState:
-    """Zeroed memory for new sequences in every slot."""
+@dataclass
+class Bank:
+    """Layers alike on one device: what lasts of them is one tensor each, so that a slot's is copied all at once.
+
+    state [n_layers, n_slots, n_v, d, d], window_u [n_layers, 2, n_slots, ..]: the layers' own are views of them.
+    """
+
+    layers: list[GdnState]
+    state: Tensor
+    window_u: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[2, n_layers, n_slots]"""
+        return self.layers[0].shared
+
+
+def allocate_bank(
+    spec: GdnSpec, n_layers: int, n_slots: int, device: torch.device | str, max_window: int = MAX_WINDOW
+) -> Bank:
+    """Zeroed memory for new sequences in every slot; from then on `accept` of one layer accepts for all of them."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.float32, device=device)
 
-    shared = torch.zeros(2, 1, n_slots, dtype=torch.int64, device=device)
+    shared = torch.zeros(2, n_layers, n_slots, dtype=torch.int64, device=device)
+    state = zeros(n_layers, n_slots, spec.n_v, spec.d, spec.d)
+    window_u = zeros(n_layers, 2, n_slots, spec.conv_kernel - 1 + max_window, spec.conv_dim)
     window = (2, n_slots, max_window)
-    return GdnState(
-        spec,
-        zeros(n_slots, spec.n_v, spec.d, spec.d),
-        zeros(2, n_slots, spec.conv_kernel - 1 + max_window, spec.conv_dim),
-        zeros(*window, spec.n_k, spec.d),
-        zeros(*window, spec.n_v, spec.d),
-        zeros(*window, spec.n_v),
-        zeros(*window, spec.n_v),
-        torch.zeros(n_slots, spec.n_v, dtype=torch.int32, device=device),
-        shared[:, 0],
-        shared,
-    )
+    layers = [
+        GdnState(
+            spec,
+            state[i],
+            window_u[i],
+            zeros(*window, spec.n_k, spec.d),
+            zeros(*window, spec.n_v, spec.d),
+            zeros(*window, spec.n_v),
+            zeros(*window, spec.n_v),
+            torch.zeros(n_slots, spec.n_v, dtype=torch.int32, device=device),
+            shared[:, i],
+            shared,
+        )
+        for i in range(n_layers)
+    ]
+    return Bank(layers, state, window_u)
 
 
-def link(states: Sequence[GdnState]) -> None:
-    """Let fresh layers of one device share their counts; from then on `accept` of one accepts for all of
-    them."""
-    shared = torch.stack([state.counts for state in states], 1)
-    for i, state in enumerate(states):
-        state.shared, state.counts = shared, shared[:, i]
+def allocate(
+    spec: GdnSpec, n_slots: int, device: torch.device | str, max_window: int = MAX_WINDOW
+) -> GdnState:
+    """Zeroed memory of one layer for new sequences in every slot."""
+    return allocate_bank(spec, 1, n_slots, device, max_window).layers[0]
 
 
 def trim(state: GdnState, slot: int, n: int) -> None:
@@ -155,6 +176,31 @@ def reset(state: GdnState, slot: int) -> None:
     state.state[slot] = 0
     state.window_u[:, slot] = 0
     state.n_replay[slot] = 0
+
+
+def reset_bank(bank: Bank, slot: int) -> None:
+    """A new sequence begins in the slot of all layers."""
+    bank.state[:, slot] = 0
+    bank.window_u[:, :, slot] = 0
+    bank.counts[0, :, slot] = 0
+
+
+def pack_bank(bank: Bank, slot: int) -> Tensor:
+    """[n_layers, n] what `pack_slot` gives of each layer; nothing is pending in the slot."""
+    first, second = bank.window_u[:, :, slot, : bank.layers[0].spec.conv_kernel - 1].unbind(1)
+    tails = torch.where(bank.counts[1, :, slot, None, None] == 0, first, second)
+    return torch.cat((bank.state[:, slot].flatten(1), tails.flatten(1)), 1)
+
+
+def restore_bank(bank: Bank, slot: int, saved: Tensor) -> None:
+    """Bring a slot of all layers back to what `pack_bank` copied."""
+    state, spec = bank.state[:, slot], bank.layers[0].spec
+    n, before = state[0].numel(), spec.conv_kernel - 1
+    saved = saved.to(bank.state.device)
+    state.copy_(saved[:, :n].view(state.shape))
+    # both halves: the one that is not in use is written before it is read
+    bank.window_u[:, :, slot, :before] = saved[:, None, n:].view(-1, 1, before, spec.conv_dim)
+    bank.counts[0, :, slot] = 0
 
 
 def pack_slot(state: GdnState, slot: int) -> Tensor:

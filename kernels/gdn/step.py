@@ -342,6 +342,23 @@ def replay(state: GdnState, slots: Tensor) -> None:
     launch(none, none, none, none, constants, 0.0, to, state, slots, slots, spec, parts)  # without rows for any
 
 
+@triton.jit(do_not_specialize=["layer_row", "counts_row"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
+def committed_kernel(counts_ptr, slot_ptr, layer_row, counts_row, PDL: tl.constexpr):
+    """Program (entry, layer)."""
+    begin(PDL)
+    at = counts_ptr + tl.program_id(1) * layer_row + tl.load(slot_ptr + tl.program_id(0))
+    tl.store(at + counts_row, 1 - tl.load(at + counts_row))
+    tl.store(at, 0)
+
+
+def committed(counts: Tensor, slots: Tensor) -> None:
+    """As `plain.committed`."""
+    layers = counts if counts.ndim == 3 else counts.unsqueeze(1)
+    committed_kernel[(slots.shape[0], layers.shape[1])](
+        counts, slots, layers.stride(1), layers.stride(0), num_warps=1, **overlap(slots)
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=[*ENTRY_NUMBERS, "n_ptr"])
 def accept_kernel(
     shared_ptr, slot_ptr, n_ptr, n_rows_ptr, n_layers, n_slots, BLOCK: tl.constexpr, PDL: tl.constexpr

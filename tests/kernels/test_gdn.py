@@ -164,14 +164,38 @@ def test_entries_without_rows_leave_no_trace():
         assert not isinstance(mine, torch.Tensor) or torch.equal(mine, theirs)
 
 
-def test_linked_layers_accept_together():
-    states = [gdn.allocate(SPEC, 3, "cpu") for _ in range(2)]
-    gdn.link(states)
+def test_layers_of_a_bank_accept_together():
+    states = gdn.allocate_bank(SPEC, 2, 3, "cpu").layers
     gdn.accept(states[0], torch.tensor([2, 0]), torch.tensor([5, 3]))
     assert states[1].n_replay.tolist() == [3, 0, 5] and states[1].half.tolist() == [1, 0, 1]
     states[0].window_g.fill_(-1.0)
     gdn.commit(states[0], torch.tensor([0, 1, 2]))
     assert states[0].n_replay.tolist() == [0, 0, 0] and states[1].n_replay.tolist() == [3, 0, 5]
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_slot_of_a_bank_is_saved_and_restored_at_once(pending):
+    """As layer by layer, in either half of the window, and nothing of the other slots changes."""
+    rows, bank = sequence(60), gdn.allocate_bank(SPEC, 2, 3, "cpu")
+    for k, layer in enumerate(bank.layers):
+        prompt(layer, rows, 0, 20 + k, slot=1), prompt(layer, rows, 30, 40, slot=2)
+    if pending:
+        u, alpha, beta = (x[:, 40:44] for x in rows)
+        z, norm = torch.randn(1, 4, SPEC.n_v * SPEC.d), torch.randn(SPEC.d)
+        for layer in bank.layers:
+            gdn.step_prepared(u, z, alpha, beta, weights(), norm, 1e-5, layer, one(1), one(4), SPEC)
+        gdn.accept(bank.layers[0], one(1), one(3))
+    saved = gdn.save_bank(bank, 1, is_committed=not pending)
+    assert saved.shape[0] == 2 and all(torch.equal(a, gdn.save(b, 1)) for a, b in zip(saved, bank.layers))
+    others = [gdn.save(layer, 2) for layer in bank.layers]
+    for layer in bank.layers:
+        prompt(layer, rows, 44, 60, slot=1)
+    assert not torch.equal(saved[0], gdn.save(bank.layers[0], 1))
+    gdn.restore_bank(bank, 1, saved)
+    assert all(torch.equal(a, gdn.save(b, 1)) for a, b in zip(saved, bank.layers))
+    gdn.reset_bank(bank, 1)
+    assert not any(gdn.save(layer, 1).any() for layer in bank.layers)
+    assert all(torch.equal(a, gdn.save(b, 2)) for a, b in zip(others, bank.layers))
 
 
 def test_what_runs_in_vain_change_can_be_put_back():
