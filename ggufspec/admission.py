@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # The generation prompt of chat templates (role header, opening think tag) is shorter than this.
 TAIL = 16
+# On a GPU so many tokens more are evaluated with the next turn as quickly as a short chunk of its own with this one.
+N_SPARE = 128
 N_ON_DEVICE = 2  # checkpoints of a slot that stay where the state is
 
 
@@ -79,39 +81,61 @@ def clear(engine: Engine, slot: Slot) -> None:
     slot.tokens, slot.checkpoints, slot.last = [], [], -1
 
 
-def chunk_end(n_past: int, n_prompt: int, n_ubatch: int, checkpoints: bool) -> int:
-    """Where the next prompt chunk ends: at a multiple of the micro-batch counted from the sequence's start.
+def chunk_end(n_past: int, n_prompt: int, n_ubatch: int, branch: int) -> int:
+    """Where the next prompt chunk ends: at a multiple of the micro-batch counted from the sequence's start, or at
+    `branch`, where a checkpoint is due (-1: nowhere).
 
-    With checkpoints another border is where the last few tokens begin, at the price of a short chunk of its own.
     Absolute borders make a prompt's chunks, and so its rounding, independent of what was reused before a border.
     """
     end = min(n_prompt, (n_past // n_ubatch + 1) * n_ubatch)
-    tail = n_prompt - TAIL
-    if checkpoints and n_past < tail < end:
-        return tail
-    return end
+    return branch if n_past < branch < end else end
+
+
+def branch_of(n_prompt: int, n_ubatch: int, newest: int, n_spare: int) -> int:
+    """Where the next turn is expected to leave this prompt: the start of its last few tokens.
+
+    A chunk has to end there, which may be one of its own. Where a border or the newest checkpoint is less than n_spare
+    tokens before, that does instead.
+    """
+    tail = max(n_prompt - TAIL, 0)
+    before = max(tail // n_ubatch * n_ubatch, min(newest, tail))
+    return before if tail - before < n_spare else tail
+
+
+def due(engine: Engine, slot: Slot) -> int:
+    """`branch_of` the slot's prompt; -1 where no checkpoints are kept."""
+    if slot.job is None or engine.n_checkpoints <= 0 or not engine.cache.has_recurrent:
+        return -1
+    newest = slot.checkpoints[-1].n_past if slot.checkpoints else 0
+    n_spare = N_SPARE if engine.prefill.is_padded else 0  # on the CPU every row has its price
+    return branch_of(len(slot.job.request.prompt), engine.n_ubatch, newest, n_spare)
 
 
 def checkpoint(engine: Engine, slot: Slot) -> None:
     """Keep the recurrent state after the chunk just evaluated, if that is where a later prompt may branch off.
 
     Such places are the start of the last few tokens, the end of the prompt, and one every `checkpoint_step` tokens.
-    The newest stay on their device, older ones move to the host; past the limit the oldest but one goes.
+    Past the limit the oldest but one goes.
     """
-    if engine.n_checkpoints <= 0 or slot.job is None:
-        return
-    n, n_prompt = slot.n_past, len(slot.job.request.prompt)
+    branch, n = due(engine, slot), slot.n_past
     newest = slot.checkpoints[-1].n_past if slot.checkpoints else 0
-    if n < n_prompt - TAIL and n - newest < engine.checkpoint_step:
+    if branch < 0 or (n < branch and n - newest < engine.checkpoint_step):
         return
     engine.prefill.join()
     drafter = engine.drafter
     state = None if drafter is None else drafter.checkpoint(slot.id, n)
-    slot.checkpoints.append(Checkpoint(n, engine.cache.save_recurrent(slot.id), state))
-    for old in slot.checkpoints[:-N_ON_DEVICE]:
-        old.states = [None if t is None else t.cpu() for t in old.states]
+    slot.checkpoints.append(Checkpoint(n, engine.cache.save_recurrent(slot.id, is_committed=True), state))
     while len(slot.checkpoints) > engine.n_checkpoints:
         del slot.checkpoints[min(1, len(slot.checkpoints) - 1)]
+    if len(slot.checkpoints) > N_ON_DEVICE:
+        engine.crowded.append(slot)
+
+
+def stow(slot: Slot) -> None:
+    """Only a slot's newest checkpoints stay on their device, others move to the host: after the chunk's results, as it
+    takes longer than a short chunk does."""
+    for old in slot.checkpoints[:-N_ON_DEVICE]:
+        old.states = [state.cpu() for state in old.states]
 
 
 def save(engine: Engine, slot: Slot) -> dict[str, Any]:

@@ -105,12 +105,13 @@ class Engine:
         self.device = target.device
         self.cache = target.new_cache(n_slots, n_ctx, type_k, type_v)
         self.slots = [Slot(i) for i in range(n_slots)]
+        self.crowded: list[Slot] = []  # with more checkpoints on their device than are to stay there
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
         graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
         stages = StageGraphs(target, self.cache, on_capture) if use_graphs and self._has_stages() else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead, stages)
-        self.prefill = Prefill(target, drafter)
+        self.prefill = Prefill(target, drafter, self.cache, graphs)
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         if isinstance(policy, Adaptive):
@@ -167,8 +168,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued, running or waiting to be cancelled."""
-        return not self._inbox and not self._queue and all(slot.job is None for slot in self.slots)
+        """Nothing is queued, running, waiting to be cancelled or left to be put away."""
+        is_free = all(slot.job is None for slot in self.slots)
+        return is_free and not self._inbox and not self._queue and not self.crowded
 
     @property
     def n_waiting(self) -> int:
@@ -198,6 +200,8 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Event]:
+        while self.crowded:
+            admission.stow(self.crowded.pop())
         events = self._take_inbox()
         events += self._admit()
         waiting = [s for s in self.slots if s.job is not None and s.job.state is JobState.PROMPT]
@@ -205,6 +209,8 @@ class Engine:
             slot = min(waiting, key=lambda s: s.job.id if s.job else 0)
             events += self._prompt_chunk(slot)
         running = [s for s in self.slots if s.generating]
+        if waiting and len(running) == 1 and running[0] is slot:
+            return events  # its first token does not wait for the second one
         if running or not waiting:
             self.prefill.join()
         if running:
@@ -252,20 +258,15 @@ class Engine:
         assert job is not None
         start = time.perf_counter()
         prompt, n_past = job.request.prompt, slot.n_past
-        keeps = self.cache.has_recurrent and self.n_checkpoints > 0
-        end = admission.chunk_end(n_past, len(prompt), self.n_ubatch, keeps)
+        end = admission.chunk_end(n_past, len(prompt), self.n_ubatch, admission.due(self, slot))
         final = end == len(prompt)
-        rows = self.prefill.rows(prompt[n_past:end], slot.id, n_past)
-        taps = self.drafter.taps if self.drafter is not None else ()
-        output = self.target.forward(rows, self.cache, taps=taps, logits="last" if final else "none")
-        self.prefill.observe(rows, output)
+        output = self.prefill.run(prompt[n_past:end], slot.id, n_past, is_last=final)
         if job.request.want_embedding:
-            part = output.hidden[0].float().cpu()
+            part = output.hidden[0, : end - n_past].float().cpu()
             job.embedding = part if job.embedding is None else torch.cat([job.embedding, part])
         slot.tokens.extend(prompt[n_past:end])
         job.n_prompt_done = end
-        if self.cache.has_recurrent:
-            admission.checkpoint(self, slot)
+        admission.checkpoint(self, slot)
         events: list[Event] = []
         if final and job.request.want_embedding:
             events = [results.finish(self, slot, "stop", "limit")]

@@ -72,22 +72,19 @@ def draft_lengths(n_max: int) -> list[int]:
 
 @contextmanager
 def as_they_are(engine: Engine) -> Iterator[None]:
-    """Inside, steps are not captured: the launches are the same."""
-    decoder = engine.decoder
-    before = decoder.graphs, decoder.run_stage
-    decoder.graphs = decoder.run_stage = None
+    """Inside, nothing is captured: the launches are the same."""
+    decoder, prefill = engine.decoder, engine.prefill
+    before = decoder.graphs, decoder.run_stage, prefill.graphs
+    decoder.graphs = decoder.run_stage = prefill.graphs = None
     try:
         yield
     finally:
-        decoder.graphs, decoder.run_stage = before
+        decoder.graphs, decoder.run_stage, prefill.graphs = before
 
 
 def prompt(engine: Engine, width: int) -> None:
     """A chunk of a prompt, and the choice of the token after it."""
-    slot, drafter = engine.slots[0], engine.drafter
-    rows = engine.prefill.rows([0] * width, slot.id, 0)
-    output = engine.target.forward(rows, engine.cache, taps=() if drafter is None else drafter.taps, logits="last")
-    engine.prefill.observe(rows, output)
+    engine.prefill.run([0] * width, engine.slots[0].id, 0, is_last=True)
     engine.prefill.join()
 
 

@@ -1,5 +1,6 @@
 """Rows: what one forward works on. Prompt chunks, decode steps, verifications and draft blocks are all rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,3 +74,19 @@ def prompt_rows(tokens: Tensor, slot: int, n_past: int) -> Rows:
         return torch.tensor([value], dtype=torch.int64, device=device)
 
     return Rows(tokens[None], one(slot), one(n_past), one(tokens.shape[0]), tentative=False)
+
+
+def prompt_table(tokens: Sequence[int], slot: int, n_past: int, width: int) -> Tensor:
+    """A prompt chunk of `width` rows, of which the tokens fill the first, as one int64 tensor on the host.
+
+    What is read by itself begins at a whole multiple of 16 bytes, as kernels expect: rows, an even number of them, then
+    slot, n_past and n_rows, each with a 0 after it.
+    """
+    padding = [0] * (width + width % 2 - len(tokens))
+    return torch.tensor([*tokens, *padding, slot, 0, n_past, 0, len(tokens), 0], dtype=torch.int64)
+
+
+def rows_of_table(table: Tensor, width: int) -> Rows:
+    """The rows that a table of `prompt_table` holds, as views of it."""
+    slot, n_past, n_rows = (table[-k : table.shape[0] - k + 1] for k in (6, 4, 2))
+    return Rows(table[None, :width], slot, n_past, n_rows, tentative=False)

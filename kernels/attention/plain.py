@@ -23,13 +23,13 @@ def attend(
     q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spec: AttentionSpec,
     gate: Tensor | None = None, q_rotated: bool = False,
 ) -> Tensor:  # fmt: skip
-    B, W, H, _ = q.shape
+    B, width, H, _ = q.shape
     q = q.float() if q_rotated else rotate(q.float(), kv.rotation_k)
     n_stored = n_past + n_rows
     cells = cell_positions(kv, n_stored)  # [B, n_cells]
-    out = q.new_zeros(B, W, H, kv.hd_v)
+    out = q.new_zeros(B, width, H, kv.hd_v)
     for b in range(B):
-        first, stored = int(n_past[b]), int(n_stored[b])
+        first, stored, W = int(n_past[b]), int(n_stored[b]), int(n_rows[b])
         if stored <= 0:
             continue
         used = min(stored, kv.n_cells)
@@ -42,7 +42,7 @@ def attend(
                 n = -(-last // CELL_CHUNK)
                 out[b, w] = attend_row(q[b, w], keys[:n], values[:n], seen[w, : n * CELL_CHUNK], spec)
         else:
-            out[b] = attend_block(q[b], keys, values, seen, spec)
+            out[b, :W] = attend_block(q[b, :W], keys, values, seen, spec)
     out = rotate(out, kv.rotation_v)
     return out if gate is None else sigmoid_gate(out, gate)
 
