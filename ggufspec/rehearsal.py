@@ -24,7 +24,7 @@ from .speculate import lay_out
 if TYPE_CHECKING:
     from .engine import Engine
 
-PROMPT_WIDTHS = (192, 32, 16, 8, 1)  # beside whole chunks: what chunks end with takes other kernels, by these limits
+PROMPT_WIDTHS = (192, 32, 16)  # beside whole chunks: what they end with takes other kernels, by these limits
 N_PAST = 8  # tokens that a slot seems to hold
 GREEDY = SamplingParams(temperature=0.0)
 _ids = count(-1, -1)  # of jobs that are none

@@ -10,7 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 pytestmark = pytest.mark.gpu
 NAMES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
          "attention_splits", "attention_prepared",
-         "gdn_steps", "gdn_prompt", "gdn_repeated_keys", "selection", "selector_walk", "dynamic_conv",
+         "attention_padding", "gdn_steps", "gdn_prompt", "gdn_prompt_padding", "gdn_committed",
+         "gdn_repeated_keys",
+         "selection", "selector_walk", "dynamic_conv",
          "rows", "carry", "markov_tokens", "selector_rows", "prepared", "prepared_wide")  # fmt: skip
 
 

@@ -85,6 +85,7 @@ def recurrent(capability: int) -> None:
         gdn_step.step_prepared(u, torch.zeros(1, 8, 6144), alpha, beta, weights, torch.zeros(128), 1e-6, state, slots,
                                slots + 8, spec, parts)  # fmt: skip
     gdn_step.accept(state, slots, slots, slots)
+    gdn_step.committed(state.counts, slots)
     if capability >= 80:
         gdn_scan.config_for = lambda device: gdn_scan.HOPPER if capability == 90 else gdn_scan.USUAL
         gdn_prompt.chunk(*rows, weights, state, slots, slots, spec)

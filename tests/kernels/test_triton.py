@@ -8,8 +8,9 @@ from processes import python
 
 pytest.importorskip("triton")
 CASES = ("norms", "rope", "store", "norm_rope_store", "attention_types", "attention_masks", "attention_width",
-         "attention_splits", "attention_prepared",
-         "gdn_steps", "gdn_padding", "gdn_prompt", "gdn_repeated_keys", "selection", "selector_walk", "dynamic_conv",
+         "attention_splits", "attention_prepared", "attention_padding",
+         "gdn_steps", "gdn_padding", "gdn_prompt", "gdn_prompt_padding", "gdn_committed", "gdn_repeated_keys",
+         "selection", "selector_walk", "dynamic_conv",
          "rows", "carry", "markov_tokens", "selector_rows", "prepared", "prepared_wide")  # fmt: skip
 
 

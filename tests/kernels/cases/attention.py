@@ -101,6 +101,27 @@ def attention_width(device: str, real: bool) -> None:
             same(both[1:], alone[:, :W], f"{type_name} window {window} beside another slot")
 
 
+@case
+def attention_padding(device: str, real: bool) -> None:
+    """Rows past a chunk's own change no bit of its results, in narrow batches and in wide ones, whatever they hold."""
+    n_kv, G, hd = (4, 6, 256) if real else (2, 3, 64)
+    n, n_past = 900, 700 if real else 70
+    for type_name, window in (("f16", 0), ("q8_0", 100)) if real else (("q8_0", 0),):
+        _, kv = filled(device, type_name, type_name, n, n, n_kv, hd, hd)
+        spec = AttentionSpec(hd**-0.5, window=window)
+        for n_rows, widths in ((5, (16,)), (18, (32, 96)), (100, (128, 192))) if real else ((5, (16,)), (18, (32,))):
+            outs = []
+            for W in (n_rows, *widths):
+                q = random(1, max(widths), n_kv * G, hd)[:, :W].clone()
+                q[:, n_rows:] *= -2.0
+                counts = one(n_past, device), one(n_rows, device)
+                out = attention_triton.attend(q.to(device), kv, one(1, device), *counts, spec)
+                assert bool(torch.isfinite(out).all())
+                outs.append(out[:, :n_rows])
+            for got in outs[1:]:
+                same(got, outs[0], f"{type_name} window {window}, {n_rows} rows")
+
+
 @triton.jit
 def splits_kernel(cell_ptr, split_ptr, start_ptr, next_ptr):
     i = tl.program_id(0)

@@ -167,6 +167,45 @@ def gdn_prompt(device: str, real: bool) -> None:
 
 
 @case
+def gdn_prompt_padding(device: str, real: bool) -> None:
+    """Rows past a prompt's own change no bit of its results, of its state and of what is kept of its end."""
+    spec, weights = gdn_setup(real)
+    weights = GdnWeights(*on(device, weights.conv, weights.dt, weights.a))
+    lengths = ((3, (16,)), (20, (32, 64)), (64, (96,)), (65, (96, 160))) if real else ((3, (16,)), (20, (70,)))
+    for n, widths in lengths:
+        outs = []
+        for W in (n, *widths):
+            rows = [x[:1, :W].clone() for x in gdn_rows(spec, max(160, W))]
+            for x in rows:
+                x[:, n:] *= -3.0  # something else in every width
+            state = gdn.allocate(spec, 2, device)
+            state.state.copy_(random(*state.state.shape)), state.window_u.copy_(random(*state.window_u.shape))
+            out = gdn_prompts.chunk(*on(device, *rows), weights, state, one(1, device), one(n, device), spec)
+            assert bool(torch.isfinite(out).all())
+            outs.append((out[:, :n].clone(), state.state, state.window_u))
+        for got in outs[1:]:
+            for a, b, name in zip(got, outs[0], ("results", "state", "window")):
+                same(a, b, f"{name} of {n} rows")
+
+
+@case
+def gdn_committed(device: str, real: bool) -> None:
+    """Counts after rows were replayed: one layer's and all layers', of some slots."""
+    for n_layers, slots in ((1, [2]), (3, [0, 2])):
+        bank = gdn.allocate_bank(gdn_setup(False)[0], n_layers, 3, device)
+        bank.counts.copy_(torch.tensor([[5, 6, 7], [0, 1, 1]])[:, None])
+        gdn_kernel.committed(bank.counts, torch.tensor(slots, device=device))
+        gdn_kernel.committed(bank.layers[-1].counts, one(1, device))
+        kept = torch.tensor([5, 6, 7])
+        kept[slots] = 0
+        half = torch.tensor([0, 1, 1])
+        half[slots] = 1 - half[slots]
+        expected = torch.stack((kept, half))[:, None].repeat(1, n_layers, 1)
+        expected[:, -1, 1] = 0
+        same(bank.counts, expected, "counts")
+
+
+@case
 def gdn_repeated_keys(device: str, real: bool) -> None:
     """Equal keys with beta 1 and hardly any decay: the triangular system at its worst."""
     spec, _ = gdn_setup(real)
