@@ -116,6 +116,10 @@ class Adaptive:
         self.account.open(self.costs.of(batch, 1, self._first_width(0, max(most))) / base)
         staked = 0.0 if pending is None else self._loss(batch, pending, base)
         best = self._best(jobs, most, self.account.total - staked)
+        if self._n_since_plain >= PLAIN_EVERY:
+            is_sure = self.costs.n_steps(batch, 0) >= FEW
+            if self._promise < (CLOSE if is_sure else CLOSE_AT_FIRST):
+                return plain
         if best.n == 0:
             look = self._probe(jobs, most)
             if look is None:
@@ -123,10 +127,6 @@ class Adaptive:
             self.stake = self._loss(batch, look, base)
             is_look = pending is not None and pending.is_probe
             return look if self.account.affords_look(self.stake, staked if is_look else 0.0) else plain
-        if self._n_since_plain >= PLAIN_EVERY:
-            is_sure = self.costs.n_steps(batch, 0) >= FEW
-            if self._promise < (CLOSE if is_sure else CLOSE_AT_FIRST):
-                return plain
         if len(self.n_max) > 1 and self.n_steps % MEMBER_EVERY == 0:
             return self._other_member(jobs, most, best)
         return best

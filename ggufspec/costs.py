@@ -37,7 +37,11 @@ class Costs:
             self._look_for_capture(ms, self.of(batch, members, n))
             return
         old = self.ms.get(key)
-        if old is None:
+        if old is None:  # nor is a time believed at once that is far from what the others say
+            if ms > OUTLIER * self.of(batch, members, n) and key not in self._odd:
+                self._odd.add(key)
+                return
+            self._odd.discard(key)
             self.ms[key] = ms
             return
         # once is a capture (of this step or, where the host runs ahead, of the next); twice is a fact
@@ -96,8 +100,10 @@ class Costs:
         """Expected milliseconds; inf when nothing at all is known."""
         members = members if n else 0
         found = self.ms.get(self._key(batch, members, n))
-        if found is not None:
+        if found is not None and n > 0:
             return found
+        if found is not None:  # a plain step does not take longer than one with drafts: its time would be an accident
+            return min(ms for (size, _, n), ms in self.ms.items() if size == self.entries(batch, n))
         line = self._line(batch, members)
         if len(line) > 1:
             return _on_line(line, n)

@@ -265,6 +265,30 @@ def test_a_time_that_stands_alone_counts_for_nothing() -> None:
     for ms in (99.0, 310.0, 10.0):  # the second time of a width, the first that counts, was one of those
         costs.record(1, 1, 5, ms)
     assert costs.of(1, 1, 5) == 10.0
+    for ms in (99.0, 310.0):
+        costs.record(1, 0, 0, 9.0)
+        costs.record(1, 1, 7, ms)
+    assert costs.of(1, 1, 7) < 30.0 and not costs.known(1, 1, 7)
+    costs.record(1, 1, 7, 40.0)
+    assert costs.of(1, 1, 7) == 40.0
+
+
+def test_a_plain_step_takes_no_longer_than_one_with_drafts() -> None:
+    """Its first times fell into a busy moment: drafts that are useless are given up all the same, not used for ever
+    because they seem to be cheaper."""
+    costs = Costs()
+    for n, ms in ((0, 99.0), (0, 40.0), (3, 99.0), (3, 12.0)):
+        costs.record(1, 1 if n else 0, n, ms)
+    assert costs.of(1, 0, 0) == 12.0
+    step, of = 0, COSTS["block"]
+
+    def told(batch: int, n: int) -> float:
+        nonlocal step
+        step += 1
+        return of(batch, n) * (4 if step <= 3 else 1)
+
+    run = simulate(Adaptive([N_MAX]), [always(0.0)], told, 400)
+    assert sum(n > 0 for n in run.widths) <= 0.2 * len(run.widths)
 
 
 def test_a_width_that_has_to_be_captured_must_win_that_back() -> None:
