@@ -25,6 +25,12 @@ def half(v):
 
 
 @gluon.jit
+def square(v):
+    """v * v, rounded: fused into a sum, which of two squares is not rounded would be each compilation's choice."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $1;", "=f,f", [v], gl.float32, True, 1)
+
+
+@gluon.jit
 def normed_factor(
     squares, power, next_power, token, T, n_squares, columns, eps, leads,
     N: gl.constexpr, SQUARES: gl.constexpr, WARPS: gl.constexpr,

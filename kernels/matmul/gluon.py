@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ggufspec.kernels.matmul.dialect import barrier, copy_async, reinterpret
-from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place
+from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place, square
 from ggufspec.kernels.matmul.fragments import (
     copy_layout,
     decode_scales,
@@ -237,7 +237,7 @@ def narrow(
                     total = before + y
                     gl.store(stream_out + (n * n_out + row), total, mask=here)
                     gl.store(out + (n * out_width + row_place(row)), half(total * gain), mask=here)
-                    of_tile = gl.sum(gl.where(here, total * total, 0.0), 0)
+                    of_tile = gl.sum(gl.where(here, square(total), 0.0), 0)
                     gl.store(out_side + (tile * T + n_row), of_tile, mask=n_row < T)
                 else:
                     inner = (tile * M + m) // 16 * 8 + m % 8
