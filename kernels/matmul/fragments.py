@@ -43,9 +43,33 @@ def tile_layout(KW, WM, MT, tail, regs, lanes):
 
 @constexpr_function
 def copy_layout(KW, WM, MT, n, vector):
-    """[KW, 16 WM MT, n] for asynchronous copies of `vector` neighbouring elements a lane."""
+    """[KW, 16 WM MT, n] for asynchronous copies of `vector` neighbouring elements a lane.
+
+    A warp's copies are one contiguous piece where it is large enough: their addresses then differ by constants that
+    fit the instruction.
+    """
     across = max(1, min(n // vector, 32))
-    return gl.BlockedLayout([1, 1, vector], [1, 32 // across, across], [KW, WM, 1], [2, 1, 0])
+    if 16 * MT * n < 32 * vector:
+        return gl.BlockedLayout([1, 1, vector], [1, 32 // across, across], [KW, WM, 1], [2, 1, 0])
+    places = [[0, p // n, p % n] for p in _halvings(16 * MT * n)]
+    k = vector.bit_length() - 1
+    warp = [[0, 16 * MT * i, 0] for i in _halvings(WM)] + [[i, 0, 0] for i in _halvings(KW)]
+    return gl.DistributedLinearLayout(
+        places[:k] + places[k + 5 :], places[k : k + 5], warp, [], [KW, 16 * WM * MT, n]
+    )
+
+
+@constexpr_function
+def rows_copy_layout(KW, WM, N):
+    """[KW, N, 256] float16 likewise: a lane's copies are neighbours in one row, where there are enough lanes."""
+    width = max(8, min(256, 256 * WM // N))  # columns that WM warps take at a time of all N rows
+    places = [[0, 0, i] for i in (8 * j for j in _halvings(width // 8))] + [[0, i, 0] for i in _halvings(N)]
+    rest = [[0, 0, i] for i in (width * j for j in _halvings(256 // width))]
+    n = 5 + WM.bit_length() - 1
+    regs = [[0, 0, 1], [0, 0, 2], [0, 0, 4]] + places[n:] + rest
+    lanes = (places + [[0, 0, 0]] * n)[:n]
+    warp = lanes[5:] + [[i, 0, 0] for i in _halvings(KW)]
+    return gl.DistributedLinearLayout(regs, lanes[:5], warp, [], [KW, N, 256])
 
 
 @constexpr_function

@@ -26,6 +26,7 @@ from ggufspec.kernels.matmul.fragments import (
     high_words,
     low_layout,
     low_words,
+    rows_copy_layout,
     rows_layout,
     shared_layout,
     tile_layout,
@@ -43,19 +44,22 @@ def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr
 
 
 @gluon.jit
-def fetch(copies, stage, tile, block, live, rows, S):
-    """Start the copies of a tile's rows in super-blocks block..block + KW - 1 into a stage; zeros past the end."""
+def fetch(copies, stage, row, block, KW: gl.constexpr, S):
+    """Start the copies of super-blocks block..block + KW - 1, array rows row.., into a stage; zeros past the end."""
     for k in gl.static_range(len(copies)):
         shared, ptrs, kw = copies[k]
-        offset = (block * rows + tile * shared.shape[2]) * shared.shape[3]
-        copy_async(shared.index(stage), ptrs + offset, mask=(kw + block < S) & live)
+        to, pieces = shared.index(stage), ptrs + row.to(gl.int64) * shared.shape[3]
+        if KW == 1:
+            copy_async(to, pieces)
+        else:
+            copy_async(to, pieces, mask=kw + block < S)
 
 
 @gluon.jit
-def step(tile, block, KW: gl.constexpr, S):
-    """The next unit: further along K, or the next tile's first."""
+def step(row, block, KW: gl.constexpr, M: gl.constexpr, S, rows, units):
+    """The next unit's place in the arrays: further along K, or the next tile's first."""
     wraps = block + KW >= S
-    return gl.where(wraps, tile + 1, tile), gl.where(wraps, 0, block + KW)
+    return row + gl.where(wraps, M - (units - 1) * (KW * rows), KW * rows), gl.where(wraps, 0, block + KW)
 
 
 @gluon.jit
@@ -118,7 +122,7 @@ def narrow(
     LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
     LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
     LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
-    LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 32], [KW, WM, 1], [2, 1, 0])
+    LCX: gl.constexpr = rows_copy_layout(KW, WM, N)
     w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, W >= 32))
     copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
     if LOW < 16:
@@ -140,12 +144,14 @@ def narrow(
     x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
 
     tile = start // units
-    block = (start - tile * units) * KW
-    ahead_tile, ahead_block = tile, block
+    first_block = (start - tile * units) * KW
+    first_row = first_block * rows + tile * M
+    ahead_row, ahead_block = first_row, first_block
     for i in gl.static_range(ST - 1):
-        fetch(copies, i, ahead_tile, ahead_block, start + i < stop, rows, S)
+        if start + i < stop:
+            fetch(copies, i, ahead_row, ahead_block, KW, S)
         async_copy.commit_group()
-        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+        ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
     if PDL:
         release_dependents()
         wait_for_inputs()
@@ -157,97 +163,97 @@ def narrow(
         factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
     # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
     inside = (token + n_x < T) & (k_x >= 0)
-    ahead_tile, ahead_block = tile, block
+    ahead_row, ahead_block = first_row, first_block
     for i in gl.static_range(ST - 1):
         mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
         x_s.index(i).store(gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0))
-        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
+        ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
 
     zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
-    acc = gl.zeros([KW, M, N], gl.float32, MMA)
     at = 0
-    for unit in range(start, stop):
-        async_copy.wait_group(ST - 2)
-        # into the stage that the unit before this one has left
-        free = gl.where(at == 0, ST - 1, at - 1)
-        live = unit + (ST - 1) < stop
-        fetch(copies, free, ahead_tile, ahead_block, live, rows, S)
-        mask = inside & (kw_x + ahead_block < S) & live
-        copy_async(x_s.index(free), x_ptrs + ahead_block * 256, mask=mask)
-        async_copy.commit_group()
-        ahead_tile, ahead_block = step(ahead_tile, ahead_block, KW, S)
-        words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
-        highs = words
-        if HIGH:
-            highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
-        own = s_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
-        if SCALE == "int8" or SCALE == "nibbles":
-            other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
-        elif SCALE == "half_min":
-            other = e_s.index(at).load(LC)
-        else:
-            other = own
-        x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
-        scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
-        for t in gl.static_range(8):
-            b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
-            a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
-            acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
-        at = gl.where(at == ST - 1, 0, at + 1)
-        if (unit + 1 == stop) | (block + KW >= S):
-            y = gl.sum(acc, 0)
-            acc = gl.zeros([KW, M, N], gl.float32, MMA)
-            m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
-            n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
-            n = gl.expand_dims(n_row, 0)
-            here = (n < T) & (m >= 0)
-            first = tile * units // per_program
-            n_parts = ((tile + 1) * units - 1) // per_program - first + 1
-            last = n_parts == 1
-            place = gl.program_id(1) * (rows // M) + tile
-            slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)
-            # asked for now, to arrive while the parts are exchanged
-            if SQUARES:
-                factor = gl.expand_dims(factor_row, 0) * out_scale
+    free = ST - 1  # the stage that the unit before has left
+    unit = start
+    while unit < stop:
+        end = gl.minimum((tile + 1) * units, stop)
+        acc = gl.zeros([KW, M, N], gl.float32, MMA)
+        for ahead in range(unit + (ST - 1), end + (ST - 1)):
+            async_copy.wait_group(ST - 2)
+            if ahead < stop:
+                fetch(copies, free, ahead_row, ahead_block, KW, S)
+                mask = inside if KW == 1 else inside & (kw_x + ahead_block < S)
+                copy_async(x_s.index(free), x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
+            async_copy.commit_group()
+            ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
+            words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
+            highs = words
+            if HIGH:
+                highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
+            own = s_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
+            if SCALE == "int8" or SCALE == "nibbles":
+                other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
+            elif SCALE == "half_min":
+                other = e_s.index(at).load(LC)
             else:
-                factor = gl.load(x_scale + gl.minimum(n, T - 1)) * out_scale
-            row = tile * M + m
-            if END == "rows":
-                width = gl.load(row_width + row)
-                begin = gl.load(row_start + row)
-            elif END == "added":
-                here = here & (row < n_out)
-                before = gl.load(stream + (n * n_out + row), mask=here, other=0.0)
-                gain = gl.load(weight + row, mask=row < n_out, other=0.0)
-                gain = gain / gl.load(power + n, mask=n < T, other=1.0)
-            if n_parts > 1:
-                gl.store(slots + (program - first) * (M * N), y, mask=n < T, cache_modifier=".cg")
-                barrier()
-                last = gl.atomic_add(arrived + place, 1) == n_parts - 1
-                if last:
-                    gl.store(arrived + place, 0)
-                    y = gl.load(slots, mask=n < T, other=0.0, cache_modifier=".cg")
-                    for k in gl.static_range(1, PARTS):
-                        y += gl.load(slots + k * (M * N), mask=(n < T) & (k < n_parts), other=0.0, cache_modifier=".cg")
+                other = own
+            x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
+            scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
+            for t in gl.static_range(8):
+                b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
+                a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
+                acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
+            free, at = at, gl.where(at == ST - 1, 0, at + 1)
+        y = gl.sum(acc, 0)
+        m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
+        n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
+        n = gl.expand_dims(n_row, 0)
+        here = (n < T) & (m >= 0)
+        first = tile * units // per_program
+        n_parts = ((tile + 1) * units - 1) // per_program - first + 1
+        last = n_parts == 1
+        place = gl.program_id(1) * (rows // M) + tile
+        slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)
+        # asked for now, to arrive while the parts are exchanged
+        if SQUARES:
+            factor = gl.expand_dims(factor_row, 0) * out_scale
+        else:
+            factor = gl.load(x_scale + gl.minimum(n, T - 1)) * out_scale
+        row = tile * M + m
+        if END == "rows":
+            width = gl.load(row_width + row)
+            begin = gl.load(row_start + row)
+        elif END == "added":
+            here = here & (row < n_out)
+            before = gl.load(stream + (n * n_out + row), mask=here, other=0.0)
+            gain = gl.load(weight + row, mask=row < n_out, other=0.0)
+            gain = gain / gl.load(power + n, mask=n < T, other=1.0)
+        if n_parts > 1:
+            gl.store(slots + (program - first) * (M * N), y, mask=n < T, cache_modifier=".cg")
+            barrier()
+            last = gl.atomic_add(arrived + place, 1) == n_parts - 1
             if last:
-                y = y * factor
-                if END == "rows":
-                    gl.store(out + (begin * (T - 1) + row + n * width), y, mask=here & (width > 0))
-                elif END == "added":
-                    total = before + y
-                    gl.store(stream_out + (n * n_out + row), total, mask=here)
-                    gl.store(out + (n * out_width + row_place(row)), half(total * gain), mask=here)
-                    of_tile = gl.sum(gl.where(here, square(total), 0.0), 0)
-                    gl.store(out_side + (tile * T + n_row), of_tile, mask=n_row < T)
-                else:
-                    inner = (tile * M + m) // 16 * 8 + m % 8
-                    to = gl.where(here & (inner < n_out), n * out_width + row_place(inner), -1)
-                    to, _ = pair(to, M, N)
-                    gl.store(out + to, half(gated(y, END == "gelu", M, N) * (1.0 / FIXED_SCALE)), mask=to >= 0)
-                    if tile == 0:
-                        fixed = gl.full([N], FIXED_SCALE, gl.float32, gl.SliceLayout(0, LO))
-                        gl.store(out_side + n_row, fixed, mask=n_row < T)
-        tile, block = step(tile, block, KW, S)
+                gl.store(arrived + place, 0)
+                y = gl.load(slots, mask=n < T, other=0.0, cache_modifier=".cg")
+                for k in gl.static_range(1, PARTS):
+                    y += gl.load(slots + k * (M * N), mask=(n < T) & (k < n_parts), other=0.0, cache_modifier=".cg")
+        if last:
+            y = y * factor
+            if END == "rows":
+                gl.store(out + (begin * (T - 1) + row + n * width), y, mask=here & (width > 0))
+            elif END == "added":
+                total = before + y
+                gl.store(stream_out + (n * n_out + row), total, mask=here)
+                gl.store(out + (n * out_width + row_place(row)), half(total * gain), mask=here)
+                of_tile = gl.sum(gl.where(here, square(total), 0.0), 0)
+                gl.store(out_side + (tile * T + n_row), of_tile, mask=n_row < T)
+            else:
+                inner = (tile * M + m) // 16 * 8 + m % 8
+                to = gl.where(here & (inner < n_out), n * out_width + row_place(inner), -1)
+                to, _ = pair(to, M, N)
+                gl.store(out + to, half(gated(y, END == "gelu", M, N) * (1.0 / FIXED_SCALE)), mask=to >= 0)
+                if tile == 0:
+                    fixed = gl.full([N], FIXED_SCALE, gl.float32, gl.SliceLayout(0, LO))
+                    gl.store(out_side + n_row, fixed, mask=n_row < T)
+        unit, tile = end, tile + 1
 
 
 @gluon.jit(do_not_specialize=["S", "first", "count", "min_scale", "min_bias"])

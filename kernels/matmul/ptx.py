@@ -26,12 +26,11 @@ def constraints(n_out, n_in):
 # Scale words to packed float16: scale, scale / 16, and the constant to add. -1024 and -1152 take the bits of 1024.0
 # (and of the signed byte's 128) away again, exactly.
 SIX_BIT = gl.constexpr("""{
-.reg .b32 s, m, d, n;
-and.b32 s, $3, 0x003f003f;
-or.b32 s, s, 0x64006400;
+.reg .b32 k, s, m, d, n;
+mov.b32 k, 0x64006400;
+lop3.b32 s, $3, 0x003f003f, k, 0xea;
 shr.u32 m, $3, 6;
-and.b32 m, m, 0x003f003f;
-or.b32 m, m, 0x64006400;
+lop3.b32 m, m, 0x003f003f, k, 0xea;
 prmt.b32 d, $4, $4, 0x1010;
 prmt.b32 n, $4, $4, 0x3232;
 add.rn.f16x2 s, s, $7;

@@ -75,6 +75,9 @@ def run_ptx(text: str, operands: dict[int, int]) -> dict[int, int]:
             r = u32(v[0] << v[1])
         elif op == "shr.u32":
             r = v[0] >> v[1]
+        elif op == "lop3.b32":
+            assert v[3] == 0xEA, "only (a & b) | c"
+            r = v[0] & v[1] | v[2]
         elif op == "prmt.b32":
             source = [(v[0] >> 8 * k) & 255 for k in range(4)] + [(v[1] >> 8 * k) & 255 for k in range(4)]
             r = sum(source[(v[2] >> 4 * k) & 7] << 8 * k for k in range(4))
