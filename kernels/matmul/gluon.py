@@ -207,8 +207,12 @@ def narrow(
         n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
         n = gl.expand_dims(n_row, 0)
         here = (n < T) & (m >= 0)
-        first = tile * units // per_program
-        n_parts = ((tile + 1) * units - 1) // per_program - first + 1
+        # the programs that have the tile's first and last units, without a division: at most PARTS have any
+        first, final = program, program
+        for k in gl.static_range(PARTS - 1):
+            first -= (tile * units < start - k * per_program).to(gl.int32)
+            final += ((tile + 1) * units > stop + k * per_program).to(gl.int32)
+        n_parts = final - first + 1
         last = n_parts == 1
         place = gl.program_id(1) * (rows // M) + tile
         slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)
