@@ -155,19 +155,22 @@ def narrow(
     if PDL:
         release_dependents()
         wait_for_inputs()
+    # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
+    inside = (token + n_x < T) & (k_x >= 0)
+    ahead_row, ahead_block = first_row, first_block
+    first_x = ()
+    for i in gl.static_range(ST - 1):
+        mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
+        first_x = first_x + (gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0),)  # type: ignore[assignment]
+        ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
     LO: gl.constexpr = gl.SliceLayout(0, MMA)
-    if SQUARES:
+    if SQUARES:  # asked for while the activations are on their way
         factor_row = normed_factor(
             squares, x_scale, next_power, token, T, n_squares, columns, eps, program == 0, N, SQUARES, KW * WM
         )
         factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
-    # the first stages' activations by plain loads: in the copies' groups, stage 0 would have to wait for them all
-    inside = (token + n_x < T) & (k_x >= 0)
-    ahead_row, ahead_block = first_row, first_block
     for i in gl.static_range(ST - 1):
-        mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
-        x_s.index(i).store(gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0))
-        ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
+        x_s.index(i).store(first_x[i])
 
     zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
     at = 0
