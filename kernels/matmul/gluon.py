@@ -44,11 +44,21 @@ def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr
 
 
 @gluon.jit
-def fetch(copies, stage, row, block, KW: gl.constexpr, S):
+def ring(kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, ST: gl.constexpr):
+    """ST buffers of one shape. Apart, so that reads of one and copies into another need no barrier between them."""
+    buffers = ()
+    for _ in gl.static_range(ST):
+        buffers = buffers + (gl.allocate_shared_memory(kind, shape, layout),)  # type: ignore[assignment]
+    return buffers
+
+
+@gluon.jit
+def fetch(copies, stage: gl.constexpr, row, block, KW: gl.constexpr, S):
     """Start the copies of super-blocks block..block + KW - 1, array rows row.., into a stage; zeros past the end."""
     for k in gl.static_range(len(copies)):
-        shared, ptrs, kw = copies[k]
-        to, pieces = shared.index(stage), ptrs + row.to(gl.int64) * shared.shape[3]
+        buffers, ptrs, kw = copies[k]
+        to = buffers[stage]
+        pieces = ptrs + row.to(gl.int64) * to.shape[2]
         if KW == 1:
             copy_async(to, pieces)
         else:
@@ -72,6 +82,48 @@ def release_dependents():
 def wait_for_inputs():
     """Programmatic dependent launch: wait for the results of the kernels before."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def read_unit(
+    low, high, scale, extra, LC: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr,
+    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr,
+):  # fmt: skip
+    """A stage's words, words of high bits, scale words and what else the scales need, in registers."""
+    M: gl.constexpr = 16 * WM * MT
+    words = low_words(low.load(low_layout(LOW, KW, WM, MT)), LOW)
+    highs = words
+    if HIGH:
+        highs = high_words(high.load(high_layout(HIGH, KW, WM, MT)), HIGH)
+    own = scale.load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
+    other = own
+    if SCALE == "int8" or SCALE == "nibbles":
+        other = gl.expand_dims(extra.reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
+    elif SCALE == "half_min":
+        other = extra.load(LC)
+    return words, highs, own, other
+
+
+@gluon.jit
+def multiply_unit(
+    acc, read, x, zero, min_scale, min_bias, MMA: gl.constexpr, LC: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr,
+):  # fmt: skip
+    """acc [KW, M, N] and the product of a unit's weights, as `read_unit` left them, with its activations x."""
+    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+    LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+    KW: gl.constexpr = acc.shape[0]
+    M: gl.constexpr = acc.shape[1]
+    N: gl.constexpr = acc.shape[2]
+    words, highs, own, other = read
+    x_tiles = reinterpret(x, gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
+    scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
+    for t in gl.static_range(8):
+        b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
+        a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
+        acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
+    return acc
 
 
 @gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares"])
@@ -107,8 +159,6 @@ def narrow(
     """
     M: gl.constexpr = 16 * WM * MT
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
-    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
-    LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
     LC: gl.constexpr = gl.SliceLayout(3, LE)
     W: gl.constexpr = 8 * LOW
@@ -123,21 +173,22 @@ def narrow(
     LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
     LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
     LCX: gl.constexpr = rows_copy_layout(KW, WM, N)
-    w_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, W], shared_layout(KW, M, W, W >= 32))
+    w_s = ring(gl.int32, [KW, M, W], shared_layout(KW, M, W, W >= 32), ST)
+    h_s, s_s, e_s = w_s, w_s, w_s  # where a form has none
     copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
     if LOW < 16:
-        s_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+        s_s = ring(gl.int32, [KW, M, 4], shared_layout(KW, M, 4, False), ST)
         copies = copies + ((s_s,) + tile_pointers(scale, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
     if HIGH:
-        h_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, H], shared_layout(KW, M, H, False))
+        h_s = ring(gl.int32, [KW, M, H], shared_layout(KW, M, H, False), ST)
         copies = copies + ((h_s,) + tile_pointers(high, rows, LCH, KW, M, H),)  # type: ignore[assignment]
     if SCALE == "int8" or SCALE == "nibbles":
-        e_s = gl.allocate_shared_memory(extra.dtype.element_ty, [ST, KW, M, 1], shared_layout(KW, M, 1, False))
+        e_s = ring(extra.dtype.element_ty, [KW, M, 1], shared_layout(KW, M, 1, False), ST)
         copies = copies + ((e_s,) + tile_pointers(extra, rows, LCD, KW, M, 1),)  # type: ignore[assignment]
     if SCALE == "half_min":
-        e_s = gl.allocate_shared_memory(gl.int32, [ST, KW, M, 4], shared_layout(KW, M, 4, False))
+        e_s = ring(gl.int32, [KW, M, 4], shared_layout(KW, M, 4, False), ST)
         copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
-    x_s = gl.allocate_shared_memory(gl.float16, [ST, KW, N, 256], rows_layout(KW, N))
+    x_s = ring(gl.float16, [KW, N, 256], rows_layout(KW, N), ST)
     kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
     n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
     k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
@@ -170,41 +221,28 @@ def narrow(
         )
         factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
     for i in gl.static_range(ST - 1):
-        x_s.index(i).store(first_x[i])
+        x_s[i].store(first_x[i])
 
     zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
-    at = 0
-    free = ST - 1  # the stage that the unit before has left
     unit = start
     while unit < stop:
         end = gl.minimum((tile + 1) * units, stop)
         acc = gl.zeros([KW, M, N], gl.float32, MMA)
-        for ahead in range(unit + (ST - 1), end + (ST - 1)):
-            async_copy.wait_group(ST - 2)
-            if ahead < stop:
-                fetch(copies, free, ahead_row, ahead_block, KW, S)
-                mask = inside if KW == 1 else inside & (kw_x + ahead_block < S)
-                copy_async(x_s.index(free), x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
-            async_copy.commit_group()
-            ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
-            words = low_words(w_s.index(at).load(low_layout(LOW, KW, WM, MT)), LOW)
-            highs = words
-            if HIGH:
-                highs = high_words(h_s.index(at).load(high_layout(HIGH, KW, WM, MT)), HIGH)
-            own = s_s.index(at).load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
-            if SCALE == "int8" or SCALE == "nibbles":
-                other = gl.expand_dims(e_s.index(at).reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
-            elif SCALE == "half_min":
-                other = e_s.index(at).load(LC)
-            else:
-                other = own
-            x_tiles = reinterpret(x_s.index(at), gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
-            scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
-            for t in gl.static_range(8):
-                b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
-                a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
-                acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
-            free, at = at, gl.where(at == ST - 1, 0, at + 1)
+        for base in range(unit - (unit - start) % ST, end, ST):
+            for at in gl.static_range(ST):  # unit base + at is in stage `at`
+                if (base >= unit - at) & (base < end - at):
+                    async_copy.wait_group(ST - 2)
+                    free: gl.constexpr = (at + ST - 1) % ST  # the stage that the unit before has left
+                    if base < stop - (at + ST - 1):
+                        fetch(copies, free, ahead_row, ahead_block, KW, S)
+                        mask = inside if KW == 1 else inside & (kw_x + ahead_block < S)
+                        copy_async(x_s[free], x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
+                    async_copy.commit_group()
+                    ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
+                    read = read_unit(w_s[at], h_s[at], s_s[at], e_s[at], LC, LOW, HIGH, SCALE, KW, WM, MT)
+                    acc = multiply_unit(
+                        acc, read, x_s[at], zero, min_scale, min_bias, MMA, LC, LOW, HIGH, SCALE, OFFSET
+                    )
         y = gl.sum(acc, 0)
         m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
         n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
