@@ -232,6 +232,8 @@ def narrow(
             for at in gl.static_range(ST):  # unit base + at is in stage `at`
                 if (base >= unit - at) & (base < end - at):
                     async_copy.wait_group(ST - 2)
+                    # asked for ahead of the copies, which would hold them up
+                    read = read_unit(w_s[at], h_s[at], s_s[at], e_s[at], LC, LOW, HIGH, SCALE, KW, WM, MT)
                     free: gl.constexpr = (at + ST - 1) % ST  # the stage that the unit before has left
                     if base < stop - (at + ST - 1):
                         fetch(copies, free, ahead_row, ahead_block, KW, S)
@@ -239,7 +241,6 @@ def narrow(
                         copy_async(x_s[free], x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
                     async_copy.commit_group()
                     ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
-                    read = read_unit(w_s[at], h_s[at], s_s[at], e_s[at], LC, LOW, HIGH, SCALE, KW, WM, MT)
                     acc = multiply_unit(
                         acc, read, x_s[at], zero, min_scale, min_bias, MMA, LC, LOW, HIGH, SCALE, OFFSET
                     )
