@@ -13,6 +13,7 @@ from ggufspec.kernels.matmul.ptx import (
     HALF,
     HALF_MIN,
     INT8,
+    JOIN,
     NIBBLES,
     SIX_BIT,
     SIX_TABLE,
@@ -127,6 +128,12 @@ def high_layout(HIGH, KW, WM, MT):
     )
 
 
+@constexpr_function
+def quad_layout(KW, WM, MT):
+    """[KW, M, 4] scale words, all four of a row in every lane of the quad that has the row."""
+    return tile_layout(KW, WM, MT, [4], [[1], [2]], [[0], [0]])
+
+
 @gluon.jit
 def low_words(w, LOW: gl.constexpr):
     """A super-block's low words by t: eight tensors [KW, M, 4, 1]; four with 2 bits, 2 x 8 with 8, 4 x 8 with 16."""
@@ -193,20 +200,35 @@ def weights_at(t: gl.constexpr, words, highs, scales, zero, LOW: gl.constexpr, H
 
 
 @gluon.jit
+def joined(words, zero):
+    """A row's scale words [KW, M, 4], as in `quad_layout`, to what `JOIN` makes of them, in the layout of zero."""
+    even, odd = gl.split(gl.reshape(words, [words.shape[0], words.shape[1], 2, 2]))
+    w0, w2 = gl.split(even)
+    w1, w3 = gl.split(odd)
+    first, second = gl.inline_asm_elementwise(
+        JOIN, constraints(2, 4), [w0, w1, w2, w3], (gl.int32, gl.int32), True, 1
+    )
+    L: gl.constexpr = gl.SliceLayout(2, zero.type.layout)
+    first = gl.expand_dims(gl.convert_layout(first, L, assert_trivial=True), 2)
+    second = gl.expand_dims(gl.convert_layout(second, L, assert_trivial=True), 2)
+    return first | zero, second | zero
+
+
+@gluon.jit
 def decode_scales(own, other, min_scale, min_bias, SCALE: gl.constexpr, OFFSET: gl.constexpr,
                   KW: gl.constexpr, M: gl.constexpr, LC: gl.constexpr):  # fmt: skip
-    """Scale words [KW, M, 4] to triples of float16 pairs: scale, scale / 16, constant; by 16-groups, t < 4 and on."""
+    """Scale words [KW, M, 4] to triples of float16 pairs: scale, scale / 16, constant; by 16-groups, t < 4 and on.
+
+    other: what else a form needs: d [KW, M, 1], minima like own, or (six-bit scales) own again in `quad_layout`.
+    """
     zero = gl.zeros([KW, M, 4], gl.int32, LC)
     lift: gl.constexpr = -0x80000000 + OFFSET * 0x10001 + 0x8000  # -OFFSET * 2^-24, twice
     sixteenth = zero + 0x2C002C00
     if SCALE == "six_bit":
-        # d and dmin lie in the quad's four words, a nibble of each in either half
-        c = expand(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LC))), 0, 1)
-        nibble = (own & -0x0FFF1000).to(gl.uint32, bitcast=True) >> (12 - 4 * c).to(gl.uint32)
-        d = gl.expand_dims(gl.reduce_or(nibble, 2), 2).to(gl.int32, bitcast=True)
+        first, second = joined(other, zero)
         s, s16, add = gl.inline_asm_elementwise(
-            SIX_BIT, constraints(3, 6),
-            [own, d | zero, zero + min_scale, zero + min_bias, zero - 0x1BFF1C00, sixteenth],
+            SIX_BIT, constraints(3, 7),
+            [own, first, second, zero + min_scale, zero + min_bias, zero - 0x1BFF1C00, sixteenth],
             (gl.int32, gl.int32, gl.int32), True, 1,
         )  # fmt: skip
         return ((s, s16, add),)
@@ -226,12 +248,11 @@ def decode_scales(own, other, min_scale, min_bias, SCALE: gl.constexpr, OFFSET: 
         )  # fmt: skip
         return (s, s16, add), (u, u16, add_u)
     elif SCALE == "six_table":
-        c_t = expand(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LC))), 0, 1)
-        piece = (own & 0xF000) >> (12 - 4 * c_t)
-        d = gl.expand_dims(gl.reduce_or(piece.to(gl.uint32, bitcast=True), 2), 2).to(gl.int32, bitcast=True)
+        first, second = joined(other, zero)
         s, add = gl.inline_asm_elementwise(
-            SIX_TABLE, constraints(2, 4), [own, d | zero, zero - 0x1BDF1BE0, zero + lift], (gl.int32, gl.int32), True, 1
-        )
+            SIX_TABLE, constraints(2, 5), [own, first, second, zero - 0x1BDF1BE0, zero + lift],
+            (gl.int32, gl.int32), True, 1,
+        )  # fmt: skip
         return ((s, s, add),)
     elif SCALE == "half" or SCALE == "half_table":
         s16, add = gl.inline_asm_elementwise(

@@ -26,6 +26,7 @@ from ggufspec.kernels.matmul.fragments import (
     high_words,
     low_layout,
     low_words,
+    quad_layout,
     rows_copy_layout,
     rows_layout,
     shared_layout,
@@ -102,6 +103,8 @@ def read_unit(
         other = gl.expand_dims(extra.reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
     elif SCALE == "half_min":
         other = extra.load(LC)
+    elif SCALE == "six_bit" or SCALE == "six_table":
+        other = scale.load(quad_layout(KW, WM, MT))
     return words, highs, own, other
 
 
@@ -340,6 +343,11 @@ def unpack(
         other = gl.load(extra + (at + m_c), mask=inside, other=0)
     elif SCALE == "half_min":
         other = gl.load(extra + ((at + m_c) * 4 + c_c), mask=inside, other=0)
+    elif SCALE == "six_bit" or SCALE == "six_table":
+        LQ: gl.constexpr = quad_layout(1, WM, MT)
+        q_ptrs, _ = tile_pointers(scale, rows, LQ, 1, M, 4)
+        m_q = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LQ))), 0, 2)
+        other = gl.load(q_ptrs + at * 4, mask=m0 + m_q < limit, other=0)
     scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, 1, M, LC)
     zero = gl.zeros([1, M, 4, 8], gl.int32, LE)
     m = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LE))))

@@ -23,6 +23,16 @@ def constraints(n_out, n_in):
     return ",".join(["=r"] * n_out + ["r"] * n_in)
 
 
+# A row's four scale words to two: the nibbles of d in byte 1 of either and of dmin in byte 3, lower half first
+JOIN = gl.constexpr("""{
+.reg .b32 x, k;
+mov.b32 k, 0xf000f000;
+shr.u32 x, $2, 4;
+lop3.b32 $0, k, $3, x, 0xca;
+shr.u32 x, $4, 4;
+lop3.b32 $1, k, $5, x, 0xca;
+}""")
+
 # Scale words to packed float16: scale, scale / 16, and the constant to add. -1024 and -1152 take the bits of 1024.0
 # (and of the signed byte's 128) away again, exactly.
 SIX_BIT = gl.constexpr("""{
@@ -31,12 +41,12 @@ mov.b32 k, 0x64006400;
 lop3.b32 s, $3, 0x003f003f, k, 0xea;
 shr.u32 m, $3, 6;
 lop3.b32 m, m, 0x003f003f, k, 0xea;
-prmt.b32 d, $4, $4, 0x1010;
-prmt.b32 n, $4, $4, 0x3232;
-add.rn.f16x2 s, s, $7;
-fma.rn.f16x2 m, m, $5, $6;
+prmt.b32 d, $4, $5, 0x5151;
+prmt.b32 n, $4, $5, 0x7373;
+add.rn.f16x2 s, s, $8;
+fma.rn.f16x2 m, m, $6, $7;
 mul.rn.f16x2 $0, s, d;
-mul.rn.f16x2 $1, $0, $8;
+mul.rn.f16x2 $1, $0, $9;
 mul.rn.f16x2 $2, m, n;
 }""")
 INT8 = gl.constexpr("""{
@@ -64,13 +74,13 @@ mul.rn.f16x2 $1, $3, $5;
 
 
 SIX_TABLE = gl.constexpr("""{
-.reg .b32 s, d;
-and.b32 s, $2, 0x003f003f;
-or.b32 s, s, 0x64006400;
-prmt.b32 d, $3, $3, 0x1010;
-add.rn.f16x2 s, s, $4;
+.reg .b32 k, s, d;
+mov.b32 k, 0x64006400;
+lop3.b32 s, $2, 0x003f003f, k, 0xea;
+prmt.b32 d, $3, $4, 0x5151;
+add.rn.f16x2 s, s, $5;
 mul.rn.f16x2 $0, s, d;
-mul.rn.f16x2 $1, $0, $5;
+mul.rn.f16x2 $1, $0, $6;
 }""")
 NIBBLES = gl.constexpr("""{
 .reg .b32 t, m, s, u, p, r, d, n;

@@ -76,8 +76,7 @@ def run_ptx(text: str, operands: dict[int, int]) -> dict[int, int]:
         elif op == "shr.u32":
             r = v[0] >> v[1]
         elif op == "lop3.b32":
-            assert v[3] == 0xEA, "only (a & b) | c"
-            r = v[0] & v[1] | v[2]
+            r = {0xEA: v[0] & v[1] | v[2], 0xCA: v[0] & v[1] | u32(~v[0]) & v[2]}[v[3]]
         elif op == "prmt.b32":
             source = [(v[0] >> 8 * k) & 255 for k in range(4)] + [(v[1] >> 8 * k) & 255 for k in range(4)]
             r = sum(source[(v[2] >> 4 * k) & 7] << 8 * k for k in range(4))
@@ -114,11 +113,9 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
         scale = [u32(w) for w in parts["scale"][0, row]] if "scale" in parts else [0] * 4
         for c in range(4):
             if form.scale == "six_bit":
-                d = 0
-                for k in range(4):
-                    d |= (scale[k] & 0xF000F000) >> (12 - 4 * k)
+                d = run_ptx(ptx.JOIN.value, dict(zip(range(2, 6), scale)))
                 extra = (word(minimum), word(-1024 * minimum), word(-1024), sixteenth)
-                r = run_ptx(ptx.SIX_BIT.value, dict(zip(range(3, 9), (scale[c], d, *extra))))
+                r = run_ptx(ptx.SIX_BIT.value, dict(zip(range(3, 10), (scale[c], d[0], d[1], *extra))))
                 triples = [(r[0], r[1], r[2])] * 2
             elif form.scale == "int8":
                 d = int(parts["d"][0, row]) & 0xFFFF
@@ -133,9 +130,9 @@ def test_the_kernels_assembly_decodes_every_form(type_name):
                 r = run_ptx(ptx.NIBBLES.value, dict(zip(range(6, 13), (scale[c], d, *extra))))
                 triples = [(r[0], r[1], r[2]), (r[3], r[4], r[5])]
             elif form.scale == "six_table":
-                d = sum(((scale[k] & 0xF000) >> 12) << 4 * k for k in range(4))
+                d = run_ptx(ptx.JOIN.value, dict(zip(range(2, 6), scale)))
                 lift = word(-128 * 2.0**-24)
-                r = run_ptx(ptx.SIX_TABLE.value, dict(zip(range(2, 6), (scale[c], d, word(-1056), lift))))
+                r = run_ptx(ptx.SIX_TABLE.value, dict(zip(range(2, 7), (scale[c], d[0], d[1], word(-1056), lift))))
                 triples = [(r[0], 0, r[1])] * 2
             elif form.scale in ("half", "half_table"):
                 lift = word(-form.offset * 2.0**-24)
