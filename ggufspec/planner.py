@@ -29,6 +29,7 @@ from .errors import PlacementError
 from .kernels.gdn.chunked import CHUNK
 from .kernels.kv import CELL_CHUNK
 from .kernels.matmul.cuda import SCRATCH_BYTES
+from .kernels.matmul.narrow import slots_bytes
 from .kernels.peer.link import WORD_BYTES, n_words
 from .models import Model, load_model, read_config
 from .models.qwen35 import load_mtp
@@ -45,6 +46,7 @@ PARTS = ("weights", "KV", "recurrent", "checkpoints", "draft weights", "draft KV
 # Estimates, not yet held to a card: what a step needs beside weights and caches.
 LOGITS_COPIES = 3  # target's and drafter's logits, and what sampling makes of them
 GRAPH_BYTES = 8 << 20  # the driver's own memory for one captured step
+MULTIPROCESSORS = 132  # of a large card: what parts of tiles go through grows with them
 CONTEXT_BYTES = 512 << 20  # the CUDA context and the kernels' code: not in what the driver calls free
 
 
@@ -152,7 +154,7 @@ class Planner:
                 add(device, "draft KV", cache_bytes(n_ctx))
             for device in {layer.device for layer in part.model.layers} | {part.output}:
                 if device.type == "cuda":
-                    add(device, "workspace", self._workspace(part, device))
+                    add(device, "workspace", self._workspace(part, device) + slots_bytes(MULTIPROCESSORS))
             if len(self.parts) > 1 and part.output.type == "cuda":
                 add(part.output, "workspace", WORD_BYTES * n_words(len(self.parts)))  # what the ranks' sums go through
             for device in {layer.device for layer in part.model.layers}:

@@ -78,8 +78,8 @@ class Launch:
     """Weights of one type laid row after row, multiplied by one kernel.
 
     members: their places in the group. parts: arrays [S, rows, n], rows padded. row_start, row_width int32 [rows]: the
-    first row of a row's weight and that weight's number of rows (0: padding). arrived: int32 zeros, the kernel's
-    counters, so one launch must not run on two streams at once.
+    first row of a row's weight and that weight's number of rows (0: padding). A device's launches run one after
+    another: they share the slots through which the parts of tiles go.
     """
 
     type_name: str
@@ -89,7 +89,6 @@ class Launch:
     shift: int
     row_start: Tensor
     row_width: Tensor
-    arrived: Tensor
     config: Config
 
     @property
@@ -222,10 +221,13 @@ def _launch(members: tuple[int, ...], weights: list[PackedWeight]) -> tuple[Laun
     repeats = torch.tensor([*n_rows, padded - total])
     row_start = torch.repeat_interleave(torch.tensor([*starts, 0]), repeats).int().to(device)
     row_width = torch.repeat_interleave(torch.tensor([*n_rows, 0]), repeats).int().to(device)
-    arrived = torch.zeros(padded // 32 * -(-NARROW_TOKENS // TOKEN_TILES[0]), dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        from ggufspec.kernels.matmul import narrow
+
+        narrow.slots(parts["low"].device)
     blocks = parts["low"].shape[0]
     config = config_for(capability(device.index), type_name, total, blocks, block_bytes_of(parts))
-    return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, arrived, config), views
+    return Launch(type_name, members, n_rows, parts, shift, row_start, row_width, config), views
 
 
 def interleave(first: PackedWeight, second: PackedWeight, n: int) -> Launch:

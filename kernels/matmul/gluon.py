@@ -16,8 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from ggufspec.kernels.matmul.dialect import barrier, copy_async, reinterpret
+from ggufspec.kernels.matmul.dialect import copy_async, reinterpret
 from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place, square
+from ggufspec.kernels.matmul.exchange import collect
 from ggufspec.kernels.matmul.fragments import (
     copy_layout,
     decode_scales,
@@ -131,12 +132,12 @@ def multiply_unit(
 
 @gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares"])
 def narrow(
-    low, high, scale, extra, x, x_scale, out, row_start, row_width, partial, arrived,
+    low, high, scale, extra, x, x_scale, out, row_start, row_width, slots,
     squares, next_power, stream, weight, power, stream_out, out_side,
     S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
     KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
-    SQUARES: gl.constexpr, END: gl.constexpr,
+    SQUARES: gl.constexpr, END: gl.constexpr, SPARE: gl.constexpr,
 ):  # fmt: skip
     """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
 
@@ -147,9 +148,10 @@ def narrow(
     row's weight and that weight's number of rows (0: a padding row).
 
     A tile has M = 16 WM MT rows, a unit KW of its `units` runs of super-blocks; a program takes units
-    [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile's parts
-    (at most PARTS) go through `partial`, and the program that arrives last (`arrived`, one counter a tile, zero before
-    and after) adds them in the order of K. Nothing here depends on T, so neither does the order of a token's sums.
+    [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile (of at
+    most PARTS parts) is its first program's, which adds in the order of K what the others leave in `slots`, see
+    `exchange`. Nothing here depends on T, so neither does the order of a token's sums.
+    SPARE: stages of activations that nothing uses: no more programs fit a multiprocessor than it is to run at once.
     PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
 
     SQUARES > 0: the rows of x are not normed yet, see `normed_factor` (x_scale: their power). END says what becomes of
@@ -191,7 +193,8 @@ def narrow(
     if SCALE == "half_min":
         e_s = ring(gl.int32, [KW, M, 4], shared_layout(KW, M, 4, False), ST)
         copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
-    x_s = ring(gl.float16, [KW, N, 256], rows_layout(KW, N), ST)
+    roomy = gl.allocate_shared_memory(gl.float16, [1 + SPARE, KW, N, 256], rows_layout(KW, N))
+    x_s = (roomy.index(0),) + ring(gl.float16, [KW, N, 256], rows_layout(KW, N), ST - 1)
     kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
     n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
     k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
@@ -258,9 +261,7 @@ def narrow(
             first -= (tile * units < start - k * per_program).to(gl.int32)
             final += ((tile + 1) * units > stop + k * per_program).to(gl.int32)
         n_parts = final - first + 1
-        last = n_parts == 1
-        place = gl.program_id(1) * (rows // M) + tile
-        slots = partial + place * (PARTS * M * N) + ((n - token) * M + m)
+        slot = slots + (gl.program_id(1) * gl.num_programs(0) + program) * (M * N) + ((n - token) * M + m)
         # asked for now, to arrive while the parts are exchanged
         if SQUARES:
             factor = gl.expand_dims(factor_row, 0) * out_scale
@@ -275,16 +276,12 @@ def narrow(
             before = gl.load(stream + (n * n_out + row), mask=here, other=0.0)
             gain = gl.load(weight + row, mask=row < n_out, other=0.0)
             gain = gain / gl.load(power + n, mask=n < T, other=1.0)
-        if n_parts > 1:
-            gl.store(slots + (program - first) * (M * N), y, mask=n < T, cache_modifier=".cg")
-            barrier()
-            last = gl.atomic_add(arrived + place, 1) == n_parts - 1
-            if last:
-                gl.store(arrived + place, 0)
-                y = gl.load(slots, mask=n < T, other=0.0, cache_modifier=".cg")
-                for k in gl.static_range(1, PARTS):
-                    y += gl.load(slots + k * (M * N), mask=(n < T) & (k < n_parts), other=0.0, cache_modifier=".cg")
-        if last:
+        if program != first:
+            gl.store(slot, y, mask=n < T)
+        else:
+            if PARTS > 1:
+                if n_parts > 1:
+                    y = collect(y, slot, n < T, n_parts, PARTS, KW > 1)
             y = y * factor
             if END == "rows":
                 gl.store(out + (begin * (T - 1) + row + n * width), y, mask=here & (width > 0))

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from ggufspec.kernels.matmul import repack
-from ggufspec.kernels.matmul.cuda import MOST_PARTS, TOKEN_TILES, Config, Launch, block_bytes_of, capability
+from ggufspec.kernels.matmul.cuda import (
+    MOST_PARTS,
+    NARROW_TOKENS,
+    TOKEN_TILES,
+    Config,
+    Launch,
+    block_bytes_of,
+    capability,
+)
 from ggufspec.kernels.matmul.weight import Activation, Normed
 
 
@@ -29,7 +37,24 @@ def card(index: int | None) -> tuple[int, int, int]:
 
 
 SQUARES = 64  # partial sums of squares that a kernel takes at least: an input that was normed at once has only one
+MOST_ROWS = 512  # weight rows that a multiprocessor's programs may work on at a time
 RESERVED_BYTES = 2048  # of shared memory, a program, for the driver and the compiler's own use
+
+
+@functools.cache
+def slots(device: torch.device) -> Tensor:
+    """Room for one part of a tile from every program of a launch, float32, empty; for all launches on the device.
+
+    Made when weights are loaded, before anything is captured.
+    """
+    from ggufspec.kernels.matmul.values import EMPTY
+
+    n = slots_bytes(card(device.index)[0]) // 4
+    return torch.full((n,), EMPTY.value, dtype=torch.int32, device=device).view(torch.float32)
+
+
+def slots_bytes(n_multiprocessors: int) -> int:
+    return n_multiprocessors * MOST_ROWS * NARROW_TOKENS * 4
 
 
 def tile_and_stages(config: Config, block_bytes: int, n_tokens: int, shared: int, most: int) -> tuple[int, int]:
@@ -44,6 +69,17 @@ def tile_and_stages(config: Config, block_bytes: int, n_tokens: int, shared: int
             if stages >= 2:
                 return tile, stages
         tile //= 2
+
+
+def spare_stages(config: Config, block_bytes: int, tile: int, stages: int, shared: int, most: int) -> int:
+    """Stages of activations to allocate on top, for `per_sm` programs to take all shared memory of a multiprocessor.
+
+    A launch's programs start where those of the launch before have ended. With room for more, some multiprocessors
+    would get more than their share, and the launch would wait for those.
+    """
+    activations = config.KW * tile * repack.BLOCK * 2
+    used = stages * (config.KW * config.n_rows * block_bytes + activations)
+    return max(0, min(shared // config.per_sm, most) - RESERVED_BYTES - used) // activations
 
 
 @dataclass(frozen=True)
@@ -86,33 +122,30 @@ class Ending:
 
 
 def launch_narrow(
-    launch: Launch, a: Activation, end: Ending, config: Config, share: Cut, shape: tuple[int, int, int], pdl: bool
+    launch: Launch, a: Activation, end: Ending, config: Config, share: Cut, shape: tuple[int, int, int, int], pdl: bool
 ) -> None:
-    """Launch the kernel. shape: tokens a tile, stages, parts a tile may be in."""
+    """Launch the kernel. shape: tokens a tile, stages, spare ones, parts a tile may be in."""
     from ggufspec.kernels.matmul.gluon import narrow
     from ggufspec.kernels.matmul.ptx import pair
 
     form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
-    tile, stages, n_parts = shape
+    tile, stages, spare, n_parts = shape
     n_tokens = a.rows.shape[0]
-    n_tiles = -(-n_tokens // tile)
-    n_partial = n_tiles * launch.padded_rows * n_parts * tile if n_parts > 1 else 1
-    partial = torch.empty(n_partial, dtype=torch.float32, device=a.rows.device)
     power = launch.shift - 24
     minimum = 2.0**power if form.scale == "half_min" else -(2.0**power)
     assert a.scale is not None
     norm = a.norm
     n_squares = 0 if norm is None else norm.squares.shape[0]
     squares, next_power, eps = (a.scale, a.scale, 0.0) if norm is None else (norm.squares, norm.next_power, norm.eps)
-    narrow[(share.n_programs, n_tiles)](
+    narrow[(share.n_programs, -(-n_tokens // tile))](
         low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
-        a.rows, a.scale, end.out, launch.row_start, launch.row_width, partial, launch.arrived,
+        a.rows, a.scale, end.out, launch.row_start, launch.row_width, slots(a.rows.device),
         squares, next_power, end.stream, end.weight, end.power, end.stream_out, end.side,
         launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
         2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares, float(a.n_columns), eps, end.n_out, end.out_width,
         LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
         KW=config.KW, WM=config.WM, MT=config.MT, ST=stages, PARTS=n_parts, PDL=pdl,
-        SQUARES=max(SQUARES, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name,
+        SQUARES=max(SQUARES, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name, SPARE=spare,
         num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -121,11 +154,13 @@ def launch_narrow(
 @functools.cache
 def plan(
     index: int | None, rows: int, n_blocks: int, block_bytes: int, n_tokens: int, config: Config
-) -> tuple[Cut, int, int]:
-    """How a launch is cut on a card: its shares, tokens a tile, stages."""
+) -> tuple[Cut, int, int, int]:
+    """How a launch is cut on a card: its shares, tokens a tile, stages, and spare stages where launches overlap."""
     n_multiprocessors, *shared_bytes = card(index)
+    assert config.per_sm * config.n_rows <= MOST_ROWS, f"more rows than a multiprocessor's {MOST_ROWS}: {config}"
     tile, stages = tile_and_stages(config, block_bytes, n_tokens, *shared_bytes)
-    return cut(rows, n_blocks, config, config.per_sm * n_multiprocessors), tile, stages
+    spare = spare_stages(config, block_bytes, tile, stages, *shared_bytes)
+    return cut(rows, n_blocks, config, config.per_sm * n_multiprocessors), tile, stages, spare
 
 
 def start(
@@ -136,11 +171,11 @@ def start(
     n_parts: compile for at least so many parts a tile.
     """
     config, index = config or launch.config, a.rows.device.index
-    share, tile, stages = plan(
+    share, tile, stages, spare = plan(
         index, launch.padded_rows, launch.n_super_blocks, block_bytes_of(launch.parts), a.rows.shape[0], config
     )
     pdl = capability(index) >= (9, 0) if pdl is None else pdl
-    launch_narrow(launch, a, end, config, share, (tile, stages, max(n_parts, share.n_parts)), pdl)
+    launch_narrow(launch, a, end, config, share, (tile, stages, spare if pdl else 0, max(n_parts, share.n_parts)), pdl)
 
 
 def run(launch: Launch, a: Activation, **choices: Any) -> list[Tensor]:

@@ -37,8 +37,7 @@ def packed_bytes(type_name: str, shape: tuple[int, int], is_cuda: bool) -> int:
 def launch_bytes(type_name: str, n_rows: Sequence[int], n_columns: int) -> int:
     """A CUDA launch over weights of one type: arrays for the padded rows and the launch's tables."""
     padded = -(-sum(n_rows) // cuda.ROW_MULTIPLE) * cuda.ROW_MULTIPLE
-    counters = padded // 32 * -(-cuda.NARROW_TOKENS // cuda.TOKEN_TILES[0]) * 4
-    return padded * (row_bytes(type_name, n_columns) + TABLE_ENTRIES) + counters
+    return padded * (row_bytes(type_name, n_columns) + TABLE_ENTRIES)
 
 
 def has_arrays(type_name: str) -> bool:

@@ -24,6 +24,8 @@ def element_at(p):
     return (p % 2) * 128 + (p // 8 % 4) * 32 + (p // 32 % 8) * 4 + p // 2 % 4
 
 
+# What stands in a slot that waits for a float32: a NaN that no arithmetic gives (a card's own is 0x7fffffff).
+EMPTY = tl.constexpr(-8531)  # 0xffffdead
 # Producers that cannot see a whole row write an activation divided by this instead of by a power of two of the row's
 # own: magnitudes to a million stay in float16's range, and what underflows is below 1e-6.
 FIXED_SCALE = tl.constexpr(16.0)

@@ -128,7 +128,7 @@ def test_the_kernels_arrays(type_name: str, rows: tuple[int, ...], monkeypatch: 
         weights.append(PackedWeight(type_name, (n, columns), CPU, parts=parts))
         assert packed_bytes(type_name, (n, columns), is_cuda=True) == weights[-1].n_bytes
     for launch in cuda.fuse(tuple(weights)).launches:
-        tables = (launch.row_start, launch.row_width, launch.arrived, *launch.parts.values())
+        tables = (launch.row_start, launch.row_width, *launch.parts.values())
         assert launch_bytes(type_name, rows, columns) == sum(t.numel() * t.element_size() for t in tables)
 
 
