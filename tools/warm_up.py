@@ -1,4 +1,4 @@
-"""What happens between loading and the first request: kernels are compiled, steps captured, their times taken."""
+"""What happens between loading and the first request: kernels are compiled, prompts and steps captured, times taken."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import logging
 import time
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
 from ggufspec.engine import Engine
 from ggufspec.job import Request
+from ggufspec.prefill import WIDTHS, padded_width
 from ggufspec.rehearsal import forget_statistics, rehearse
 from ggufspec.sampling import SamplingParams
 from ggufspec.tools.model_defaults import sampling_of
@@ -15,7 +18,10 @@ from ggufspec.tools.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+QUIET_SECONDS = 0.5  # no bar for what is over at once
+
 N_PROMPT, N_STEPS = 8, 4
+PROMPT_SECONDS = 6.0  # widths of prompts that are not captured by then are when they are first needed
 
 
 def warm_up(runtime: Runtime) -> None:
@@ -25,6 +31,7 @@ def warm_up(runtime: Runtime) -> None:
         return
     if runtime.settings.common.warmup:
         compile_kernels(engine, [sampling_of(runtime.settings, runtime.file.metadata)])
+        capture_prompts(engine, runtime.tokenizer.bos or 0)
         run_all(engine, runtime.tokenizer.bos or 0)
     from ggufspec.kernels.ahead import tell_of_compilations
 
@@ -38,6 +45,34 @@ def run_all(engine: Engine, token: int) -> None:
     if engine.policy is not None:
         for n_streams in sorted({1, len(engine.slots)}):
             log.info("times with %d stream(s): %s", n_streams, engine.policy.costs.shown(n_streams))
+
+
+def capture_prompts(engine: Engine, token: int) -> None:
+    """Prompts of every width, the shortest first, as far as the time goes."""
+    if engine.prefill.graphs is None:
+        return
+    began = time.perf_counter()
+    most = min(engine.n_ubatch, engine.n_ctx - 1)
+    widths = [width for width in WIDTHS if width <= padded_width(most)]
+    n_captured = 0
+    for width in tqdm(widths, desc="capturing prompts", unit="width", leave=False, delay=QUIET_SECONDS, disable=None):
+        if time.perf_counter() - began > PROMPT_SECONDS:
+            break
+        sampling = SamplingParams(temperature=0, ignore_eos=True)
+        engine.submit(Request([token] * min(width, most), sampling, n_predict=1, cache_prompt=False))
+        while not engine.idle:
+            engine.step()
+        n_captured += 1
+    leave_nothing(engine)
+    log.info("%d of %d widths of prompts captured in %.1f s", n_captured, len(widths), time.perf_counter() - began)
+
+
+def leave_nothing(engine: Engine) -> None:
+    """What has run was nobody's. In a tensor split slots keep their texts, which no request begins with."""
+    forget_statistics(engine)
+    if engine.link is None:
+        for slot in engine.slots:
+            engine.erase_slot(slot.id)
 
 
 def compile_kernels(engine: Engine, sampling: Sequence[SamplingParams]) -> None:
@@ -76,9 +111,6 @@ def run(engine: Engine, token: int, n_streams: int) -> None:
         engine.cancel(job)
     while not engine.idle:
         engine.step()
-    forget_statistics(engine)
-    if engine.link is None:
-        for slot in engine.slots:
-            engine.erase_slot(slot.id)
+    leave_nothing(engine)
     if policy is not None:
         policy.forget_texts()

@@ -73,7 +73,9 @@ def command(
         "n_threads": torch.get_num_threads(), "n_threads_batch": torch.get_num_threads(),
     }  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    stepper.prompt(random_tokens(N_WARMUP, bench.model.n_vocab, generator))
+    for n in sorted({N_WARMUP, *(pp for pp, _, _ in runs)}):  # and prompts of these lengths
+        stepper.clear(0)
+        stepper.prompt(random_tokens(n, bench.model.n_vocab, generator))
     for pl in sorted(set(sizes[2])):  # steps of this many streams are compiled and captured before they are timed
         stepper.step(random_tokens(1 if separate else pl, bench.model.n_vocab, generator), range(1 if separate else pl))
     if output == "md":

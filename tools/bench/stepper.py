@@ -12,11 +12,12 @@ from torch import Tensor
 from ggufspec.cache import Cache
 from ggufspec.capture import Graphs
 from ggufspec.models import Model
-from ggufspec.rows import Rows, prompt_rows
+from ggufspec.prefill import Prefill
+from ggufspec.rows import Rows
 
 
 class Stepper:
-    """Slots of a model and their fill. Steps that all slots take together are captured on a GPU."""
+    """Slots of a model and their fill. Short prompt chunks and steps that all slots take are captured on a GPU."""
 
     def __init__(self, model: Model, n_slots: int, n_ctx: int, type_k: str, type_v: str, n_ubatch: int, n_batch: int,
                  use_graphs: bool = True):  # fmt: skip
@@ -28,6 +29,7 @@ class Stepper:
         self.n_ubatch = min(n_ubatch, n_batch)
         one_device = self.device.type == "cuda" and all(layer.device == self.device for layer in model.layers)
         self.graphs = Graphs(self.device, self.cache.mutable) if use_graphs and one_device else None
+        self.prefill = Prefill(model, None, self.cache, self.graphs)
 
     def clear(self, slot: int) -> None:
         self.cache.reset(slot)
@@ -39,11 +41,8 @@ class Stepper:
         for start in range(0, len(tokens), self.n_batch):
             batch = tokens[start : start + self.n_batch]
             for at in range(0, len(batch), self.n_ubatch):
-                chunk = batch[at : at + self.n_ubatch]
-                is_last = at + len(chunk) == len(batch)
-                rows = prompt_rows(chunk.cpu(), slot, self.n_past[slot])
-                rows = rows.pinned() if self.device.type == "cuda" else rows  # no device waits for another's copy
-                self.model.forward(rows, self.cache, logits="last" if is_last else "none")
+                chunk = batch[at : at + self.n_ubatch].tolist()
+                self.prefill.run(chunk, slot, self.n_past[slot], is_last=at + len(chunk) == len(batch))
                 self.n_past[slot] += len(chunk)
 
     @torch.inference_mode()
@@ -73,11 +72,11 @@ class Stepper:
 
     # -- depth: a filled cache to return to --------------------------------------------------------------------
 
-    def save(self, slot: int) -> tuple[int, list[Tensor | None]]:
+    def save(self, slot: int) -> tuple[int, list[Tensor]]:
         """Where the slot stands; attention cells below stay where they are."""
         return self.n_past[slot], self.cache.save_recurrent(slot)
 
-    def restore(self, slot: int, saved: tuple[int, list[Tensor | None]]) -> None:
+    def restore(self, slot: int, saved: tuple[int, list[Tensor]]) -> None:
         self.cache.restore_recurrent(slot, saved[1])
         self.n_past[slot] = saved[0]
 
