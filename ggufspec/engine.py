@@ -114,8 +114,6 @@ class Engine:
         self.prefill = Prefill(target, drafter, self.cache, graphs)
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
-        if isinstance(policy, Adaptive):
-            policy.costs.entries = self.decoder.n_entries
         self.lengths = Lengths(self)
         self._flights: deque[Flight] = deque()  # steps that the device has and the host has not read, at most two
         self._results_at = 0.0  # when the host last had a step's results

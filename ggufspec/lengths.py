@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .adaptive import Choice
+from .adaptive import Adaptive, Choice
 from .drafters.chain import Chain
 from .flight import Decoded, Flight
 from .slot import Slot
@@ -20,6 +20,8 @@ class Lengths:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        if isinstance(engine.policy, Adaptive):
+            engine.policy.costs.entries = engine.decoder.n_entries
         self.step_ms: float | None = None  # what the last step took; in a tensor split, on the first rank
         self._untold: Callable[[float | None], None] | None = None  # the last step's results, for the policy
         self._sent: Choice | None = None  # for the step that was launched last

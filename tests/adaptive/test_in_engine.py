@@ -123,6 +123,15 @@ def test_slots_that_come_and_go(model: tuple[Model, Tokenizer]) -> None:
     assert jobs[1].generated == alone[1][: len(jobs[1].generated)]
 
 
+def test_times_are_kept_by_the_entries_that_the_decoder_computes(model: tuple[Model, Tokenizer]) -> None:
+    """On the CPU nothing is padded: three streams are three entries. As captured they are what `n_entries` says."""
+    policy = Adaptive([3])
+    engine = Engine(*model, drafter=Scripted(lambda slot, past, n: [1] * n), n_ctx=256, n_slots=6, policy=policy)
+    assert policy.costs.entries(5, 3) == 5
+    engine.decoder.run_stage = object()  # type: ignore[assignment]  # as if stages were captured
+    assert policy.costs.entries(5, 3) == engine.decoder.n_entries(5, 3) == 6
+
+
 def test_a_fixed_number_is_a_fixed_number(model: tuple[Model, Tokenizer]) -> None:
     drafter = Scripted(lambda slot, past, n: [1] * n)
     run(Engine(*model, drafter=drafter, n_ctx=256, n_max=3), [PROMPT], 30)
