@@ -92,7 +92,7 @@ def _tensor(q: Question) -> tuple[float, ...] | None:
         if units not in known:
             planner = Planner(replace(q, shares=tuple(map(float, units))))
             n_ctx = planner.largest()
-            plan = planner.plan(n_ctx)
+            plan = planner.plan(max(n_ctx, CELL_CHUNK))  # without room: how little is missing
             known[units] = n_ctx, min((memory or 0) - plan.total(device) for device, memory in zip(q.devices, q.memory))
         return known[units]
 

@@ -35,6 +35,7 @@ from .models import Model, load_model, read_config
 from .models.qwen35 import load_mtp
 from .parallel import WHOLE, Shard, check_group
 from .placement import Placement, place_layers
+from .prefill import WIDTHS, padded_width
 from .sizes import SizeWeights
 
 if TYPE_CHECKING:
@@ -185,13 +186,16 @@ class Planner:
 
     def _workspace(self, part: Part, device: torch.device) -> int:
         """The most that a step's intermediate tensors take at once: those of a prompt chunk in a layer, or logits."""
-        q, config = self.question, self.question.config
-        T, D, F = q.n_ubatch, config.embedding_length, max(config.feed_forward_length) // len(self.parts)
+        logits = self._n_rows(part) * self.question.config.n_vocab * 4 * LOGITS_COPIES if device == part.output else 0
+        return max(self._chunk(part, self.question.n_ubatch), logits)
+
+    def _chunk(self, part: Part, T: int) -> int:
+        """Intermediate tensors of a prompt chunk of T rows in a layer."""
+        config = self.question.config
+        D, F = config.embedding_length, max(config.feed_forward_length) // len(self.parts)
         mixers = [prompt_bytes(layer, T) for layer in part.model.cache_layers if isinstance(layer, RecurrentLayer)]
         unpacked = min(SCRATCH_BYTES, 2 * 2 * F * D)  # gate and up together, the largest launch of a layer
-        chunk = unpacked + max([4 * T * 3 * F, *mixers]) + 4 * T * 6 * D
-        logits = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if device == part.output else 0
-        return max(chunk, logits)
+        return unpacked + max([4 * T * 3 * F, *mixers]) + 4 * T * 6 * D
 
     def _n_rows(self, part: Part) -> int:
         """Rows of the widest step: all slots, each with its last token and a full draft."""
@@ -200,7 +204,7 @@ class Planner:
     def _graphs(self, part: Part, device: torch.device) -> int:
         """Graphs share one pool a device, as large as the largest needs; while one is captured, states are set aside.
 
-        With layers on several devices graphs end before the head.
+        With layers on several devices graphs end before the head, and prompts are not captured.
         """
         q, config = self.question, self.question.config
         states = sum(
@@ -208,9 +212,15 @@ class Planner:
             if isinstance(layer, RecurrentLayer) and layer.device == device
         )
         is_whole = all(layer.device == part.output for layer in part.model.layers)
-        pool = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if is_whole else 0
+        logits = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if is_whole else 0
         n_graphs = len(entry_counts(1, q.n_slots)) * (q.n_widths if part.drafters else 1)
-        return pool + n_graphs * GRAPH_BYTES + q.n_slots * states
+        pool, results = logits, 0
+        if is_whole:
+            widths = [width for width in WIDTHS if width <= padded_width(q.n_ubatch)]
+            pool = max(logits, self._chunk(part, widths[-1]))
+            results = 4 * sum(widths) * config.embedding_length
+            n_graphs += len(widths)
+        return pool + results + n_graphs * GRAPH_BYTES + q.n_slots * states
 
     def largest(self, device: torch.device | None = None, most: int | None = None) -> int:
         """The largest context a slot can have so that `device` (None: every device) has room, 0 when none.
