@@ -31,7 +31,10 @@ from session import Data, Said, Session, Table
 
 from ggufspec.capture import Graphs
 from ggufspec.drafters import Drafter
+from ggufspec.engine import Engine
+from ggufspec.job import Request
 from ggufspec.rows import Rows
+from ggufspec.sampling import SamplingParams
 from ggufspec.tools import log, runtime
 from ggufspec.tools import options as command_line
 from ggufspec.tools.bench import batched, tests_options
@@ -42,7 +45,7 @@ from ggufspec.tools.bench.outputs import PRINTERS
 from ggufspec.tools.bench.report import page
 from ggufspec.tools.bench.stepper import Stepper, random_tokens
 from ggufspec.tools.settings import CommonSettings, Settings
-from ggufspec.tools.warm_up import compile_kernels, run_all
+from ggufspec.tools.warm_up import capture_prompts, compile_kernels, run_all
 
 HARD = 1.5  # times the limit of a part
 
@@ -116,6 +119,75 @@ def prefill(session: Session, data: Data) -> Iterator[Said]:
         yield said
         rows = [[str(row["n_prompt"]), f"{statistics.median(row['samples_ts']):.0f}"] for row in data["rows"]]
         yield Table("Prompts", ("tokens", "tok/s"), rows)
+
+
+def first(session: Session, data: Data) -> Iterator[Said]:
+    """Milliseconds from a request to its first token, in the server's engine, by drafter and tokens of the prompt.
+
+    Beside them those of a chunk alone: until the host has given it away, and until the GPU has run it. `once`: the
+    first request of its length, which captures what the start has not.
+    """
+    n_ctx = 512 if session.is_smoke else 4096
+    bench = session.bench(1, n_ctx)
+    rows: list[list[str]] = []
+    found = data["first_ms"] = []
+    for name in ("plain", "mtp,n=1", "dspark,n=7"):
+        argv = ["-m", session.paths["target"], "-np", "1", "-c", str(n_ctx), *MODES[name]]
+        drafter = None if name == "plain" else bench.load_drafter(session.drafter(name), None)
+        settings = command_line.parse("server", argv, environ={})
+        engine = runtime.make_engine(settings, bench.model, bench.tokenizer, drafter, 1, n_ctx)
+        compile_kernels(engine, [])
+        start = time.perf_counter()
+        capture_prompts(engine, 0)
+        seconds = time.perf_counter() - start
+        for n in (20, 60) if session.is_smoke else (20, 128, 512, 2000):
+            times = [first_ms(engine, n) for _ in range(session.size(10, 3))]
+            ms, n_chunks = sorted(times[1:])[len(times) // 2 - 1]
+            host, both = chunk_ms(engine, min(n, engine.n_ubatch))
+            found.append({"drafter": name, "tokens": n, "first_ms": ms, "chunks": n_chunks, "host_ms": host,
+                          "chunk_ms": both, "once_ms": times[0][0], "capture_s": seconds})  # fmt: skip
+            rows.append([name, str(n), f"{ms:.1f}", str(n_chunks), f"{host:.2f}", f"{both:.1f}", f"{times[0][0]:.0f}"])
+            yield Table(f"First token (chunks of up to {engine.n_ubatch})", FIRST_HEADS, rows)
+        yield f"{name}: prompts captured in {seconds:.1f} s"
+        del engine, drafter
+        free()
+
+
+FIRST_HEADS = ("drafter", "tokens", "first token, ms", "chunks", "a chunk: host ms", "all ms", "once")
+
+
+def first_ms(engine: Engine, n: int) -> tuple[float, int]:
+    """From a request of n tokens to its first token, and the chunks that takes."""
+    sampling, n_chunks = SamplingParams(temperature=0, ignore_eos=True), 0
+    prompt = [100 + 7 * i % 400 for i in range(n)]
+    start = time.perf_counter()
+    job = engine.submit(Request(prompt, sampling, n_predict=2, cache_prompt=False))
+    while not job.generated:
+        engine.step()
+        n_chunks += 1
+    ms = 1000 * (time.perf_counter() - start)
+    while not engine.idle:
+        engine.step()
+    return ms, n_chunks
+
+
+@torch.inference_mode()
+def chunk_ms(engine: Engine, n: int) -> tuple[float, float]:
+    """(until the host has given a chunk of n tokens to the device, until that has run it), medians."""
+    engine.erase_slot(0)
+    times = []
+    for _ in range(5):
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        start = time.perf_counter()
+        engine.prefill.run([100] * n, 0, 0, is_last=True)
+        given = time.perf_counter()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
+        times.append((1000 * (given - start), 1000 * (time.perf_counter() - start)))
+    engine.prefill.join()
+    engine.erase_slot(0)
+    return statistics.median(t for t, _ in times), statistics.median(t for _, t in times)
 
 
 def depth(session: Session, data: Data) -> Iterator[Said]:
@@ -193,7 +265,6 @@ def loads(session: Session, data: Data, modes: tuple[str, ...]) -> Iterator[Said
     data["found"] = found
     for name in modes:
         argv = ["-m", session.paths["target"], "-np", str(n_slots), "-c", str(512 * n_slots), *MODES[name]]
-        argv += ["--ctx-checkpoints", "0"]  # else a prompt takes two forwards
         settings = command_line.parse("server", argv, environ={})
         drafter = None if name == "plain" else bench.load_drafter(session.drafter(name), None)
         started = served(bench, settings, drafter)
@@ -215,7 +286,7 @@ def tokens_a_step(mode: str) -> int:
     return {"plain": 1, "mtp,n=1": 2}.get(mode, 4)
 
 
-SERVER_TITLE = "The server under load (--ctx-checkpoints 0): tokens a second, medians of streams"
+SERVER_TITLE = "The server under load: tokens a second, medians of streams"
 SERVER_HEADS = ("drafts", "streams", "a stream, all decoding", "a stream, first to last token", "all",
                 "first token, ms", "accepted %", "x plain")  # fmt: skip
 
@@ -297,7 +368,7 @@ def compile_steps(bench: Bench) -> Iterator[Said]:
 
 PARTS: dict[str, Callable[[Session, Data], Iterator[Said]]] = {
     "spec": drafted.spec, "tiny": drafted.tiny, "sweep": drafted.sweep, "depth": depth, "width": width,
-    "batched": decode_together, "prefill": prefill, "repeat": drafted.repeat, "split": drafted.split,
+    "batched": decode_together, "first": first, "prefill": prefill, "repeat": drafted.repeat, "split": drafted.split,
     "server": server, "adaptive": drafted.adaptive, "q8": q8, "server_auto": server_auto, "compile": compile_all,
 }  # fmt: skip
 
