@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .kernels.matmul.values import EMPTY
 from .kernels.peer import ROWS, Link, plain
-from .kernels.peer.link import n_words
+from .kernels.peer.link import box_of, memory_words
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ def mapped(rank: int, size: int, device: torch.device, host: Any) -> tuple[Link 
 
     own, handle, failed = None, None, None
     try:
-        own = torch.zeros(n_words(size), dtype=torch.int64, device=device)
+        own = torch.zeros(memory_words(size), dtype=torch.int64, device=device)
+        box_of(own, size).fill_(EMPTY.value)
         torch.cuda.synchronize(device)
         # Never freed: the other processes map it, and when they end is not ours to know.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(own))

@@ -30,7 +30,7 @@ from .kernels.gdn.chunked import CHUNK
 from .kernels.kv import CELL_CHUNK
 from .kernels.matmul.cuda import SCRATCH_BYTES
 from .kernels.matmul.narrow import slots_bytes
-from .kernels.peer.link import WORD_BYTES, n_words
+from .kernels.peer.link import WORD_BYTES, memory_words
 from .models import Model, load_model, read_config
 from .models.qwen35 import load_mtp
 from .parallel import WHOLE, Shard, check_group
@@ -157,7 +157,7 @@ class Planner:
                 if device.type == "cuda":
                     add(device, "workspace", self._workspace(part, device) + slots_bytes(MULTIPROCESSORS))
             if len(self.parts) > 1 and part.output.type == "cuda":
-                add(part.output, "workspace", WORD_BYTES * n_words(len(self.parts)))  # what the ranks' sums go through
+                add(part.output, "workspace", WORD_BYTES * memory_words(len(self.parts)))  # for the ranks' sums
             for device in {layer.device for layer in part.model.layers}:
                 if q.graphs and device.type == "cuda":
                     add(device, "graphs", self._graphs(part, device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from .. import joints
 from ..errors import UnsupportedError
 from ..parallel import WHOLE, Shard
 from ..placement import Placement, default_device
@@ -45,4 +46,6 @@ def load_model(file: GGUFFile, placement: Placement | None = None, *, config: Co
     config = config or read_config(file)
     if placement is None:
         placement = Placement.single(default_device(), config.n_layers)
-    return ARCHITECTURES[name](weights or Weights(file, progress), config, placement, shard)
+    model = ARCHITECTURES[name](weights or Weights(file, progress), config, placement, shard)
+    joints.assign(model.layers, shard)
+    return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from ..kernels.rope import RopeSpec, tables
 from ..parallel import WHOLE, Shard
 from ..rows import Rows
 from .config import Config
+
+if TYPE_CHECKING:
+    from .layers import Addition
 
 Logits = Literal["all", "last", "none"]
 
@@ -94,6 +97,11 @@ class Layer(Protocol):
 
     @property
     def opening(self) -> Opening: ...
+
+    @property
+    def additions(self) -> tuple[Addition, Addition]:
+        """What adds to the stream: the mixer's last product, then the feed-forward layer's."""
+        ...
 
     def __call__(self, x: Tensor, opened: Opened | None, step: Step, cache: Cache, after: Opening | None
                  ) -> tuple[Tensor, Opened | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import Cache
 from ..errors import FileError, UnsupportedError
 from ..kernels.attention import AttentionSpec, attend_prepared
-from ..kernels.fused import GatedPair, added, gated, split
+from ..kernels.fused import GatedPair, Joint, added, gated, joins, split
 from ..kernels.kv import norm_rope_store
 from ..kernels.matmul import Activation, WeightGroup, matmul
 from ..kernels.norm import rms_norm
@@ -34,10 +34,12 @@ class Addition:
     shard: Shard = WHOLE  # whose parts are summed; WHOLE where the layer is mirrored
     bias: Tensor | None = None
     post_norm: Norm | None = None
+    joint: Joint | None = None  # where the product itself sums over the ranks, see `joints`
 
     @property
     def is_plain(self) -> bool:
-        return self.shard.size == 1 and self.bias is None and self.post_norm is None
+        """Whether the sum, over ranks or not, goes into the stream as it is."""
+        return self.bias is None and self.post_norm is None
 
     def __call__(self, x: Tensor, a: Activation, before: Activation, after: Norm | None
                  ) -> tuple[Tensor, Activation | None]:
@@ -45,8 +47,10 @@ class Addition:
 
         before: what the sub-layer's first product was given.
         """
-        if after is not None and self.is_plain:
-            total, n = added(x.view(-1, x.shape[-1]), a, self.weight, after.weight, after.eps, before)
+        flat = x.view(-1, x.shape[-1])
+        joint = self.joint if self.joint is not None and joins(flat, self.weight, before) else None
+        if after is not None and self.is_plain and (self.shard.size == 1 or joint is not None):
+            total, n = added(flat, a, self.weight, after.weight, after.eps, before, joint)
             return total.view(x.shape), n
         (y,) = matmul(a, self.weight)
         # summed over the ranks by the next norm, if nothing else comes before it
@@ -238,6 +242,10 @@ class Block:
     @property
     def opening(self) -> Opening:
         return Opening(self.attn_norm, self.attention.projections.qkv)
+
+    @property
+    def additions(self) -> tuple[Addition, Addition]:
+        return self.attention.output, self.ffn.down
 
     def __call__(self, x: Tensor, opened: Opened | None, step: Step, cache: Cache, after: Opening | None
                  ) -> tuple[Tensor, Opened | None]:

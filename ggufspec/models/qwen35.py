@@ -191,6 +191,10 @@ class Qwen35Block:
     def opening(self) -> Opening:
         return Opening(self.attn_norm, self.mixer.inputs)
 
+    @property
+    def additions(self) -> tuple[Addition, Addition]:
+        return self.mixer.output, self.ffn.down
+
     def __call__(self, x: Tensor, opened: Opened | None, step: Step, cache: Cache, after: Opening | None
                  ) -> tuple[Tensor, Opened | None]:
         memory = (cache.kv if isinstance(self.mixer, GatedAttention) else cache.recurrent)[self.index]

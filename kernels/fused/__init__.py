@@ -15,8 +15,9 @@ from torch import Tensor
 from ggufspec.kernels import prepared
 from ggufspec.kernels.fused.pair import EIGHT, GatedPair, join, split
 from ggufspec.kernels.matmul import Activation, WeightGroup, matmul
+from ggufspec.kernels.matmul.joint import COLUMNS, ROWS, Joint
 
-__all__ = ["GatedPair", "added", "enter", "gated", "join", "split"]
+__all__ = ["GatedPair", "Joint", "added", "enter", "gated", "join", "joins", "split"]
 
 
 def is_narrow(x: Tensor) -> bool:
@@ -38,18 +39,27 @@ def enter(x: Tensor, weight: Tensor, eps: float) -> Activation:
 
 
 def added(
-    x: Tensor, a: Activation, group: WeightGroup, weight: Tensor, eps: float, before: Activation
-) -> tuple[Tensor, Activation]:
+    x: Tensor, a: Activation, group: WeightGroup, weight: Tensor, eps: float, before: Activation,
+    joint: Joint | None = None,
+) -> tuple[Tensor, Activation]:  # fmt: skip
     """x [T, D] + a W for the group's one weight [D, K], and rms_norm of that * weight as a product's input.
 
-    before: the input, D columns, that this layer's norm gave; its product has run.
+    before: the input, D columns, that this layer's norm gave; its product has run. joint: a W is a part of what is
+    added, the other ranks have the rest; `joins` says for which rows that can be asked.
     """
+    assert joint is None or joins(x, group, before)
     if before.norm is not None and is_narrow(x) and len(group.launches) == 1:
         from ggufspec.kernels.fused import cuda
 
-        return cuda.added(x, a, group, weight, eps, before)
+        return cuda.added(x, a, group, weight, eps, before, joint)
     (y,) = matmul(a, group)
     return prepared.add_rms_norm(x, y.view(x.shape), weight, eps)
+
+
+def joins(x: Tensor, group: WeightGroup, before: Activation) -> bool:
+    """Whether `added` of these can sum over ranks."""
+    is_chained = before.norm is not None and is_narrow(x) and len(group.launches) == 1
+    return is_chained and x.shape[0] <= ROWS and x.shape[1] <= COLUMNS
 
 
 def gated(a: Activation, pair: GatedPair, gelu: bool = False) -> Activation:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ggufspec.kernels.matmul import Activation, WeightGroup, narrow
 from ggufspec.kernels.matmul.cuda import Launch
+from ggufspec.kernels.matmul.joint import Joint
 from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
 from ggufspec.kernels.matmul.values import bounded_half, power_near, row_place
 from ggufspec.kernels.matmul.weight import Normed
@@ -45,11 +46,12 @@ def enter(x: Tensor, weight: Tensor, eps: float) -> Activation:
 
 
 def added(
-    x: Tensor, a: Activation, group: WeightGroup, weight: Tensor, eps: float, before: Activation
-) -> tuple[Tensor, Activation]:
+    x: Tensor, a: Activation, group: WeightGroup, weight: Tensor, eps: float, before: Activation,
+    joint: Joint | None,
+) -> tuple[Tensor, Activation]:  # fmt: skip
     assert before.norm is not None
     with torch.cuda.device(x.device):
-        return narrow.run_added(group.launches[0], a, x.contiguous(), weight, eps, before.norm.next_power)
+        return narrow.run_added(group.launches[0], a, x.contiguous(), weight, eps, before.norm.next_power, joint)
 
 
 def gated(a: Activation, launch: Launch, gelu: bool) -> Activation:

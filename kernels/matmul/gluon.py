@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from ggufspec.kernels.matmul.dialect import copy_async, reinterpret
 from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place, square
-from ggufspec.kernels.matmul.exchange import collect
+from ggufspec.kernels.matmul.exchange import boxes_of, collect, over_ranks
 from ggufspec.kernels.matmul.fragments import (
     copy_layout,
     decode_scales,
@@ -130,14 +130,18 @@ def multiply_unit(
     return acc
 
 
-@gluon.jit(do_not_specialize=["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares"])
+NUMBERS = ["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares", "half_of_box"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
 def narrow(
     low, high, scale, extra, x, x_scale, out, row_start, row_width, slots,
-    squares, next_power, stream, weight, power, stream_out, out_side,
+    squares, next_power, stream, weight, power, stream_out, out_side, boxes, half_of_box,
     S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
     KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
     SQUARES: gl.constexpr, END: gl.constexpr, SPARE: gl.constexpr,
+    RANK: gl.constexpr, RANKS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
 
@@ -158,7 +162,8 @@ def narrow(
     the products y:
     "rows"   out, as above
     "added"  stream + y to stream_out [T, n_out], float32; the same * weight / power to out, float16 in the arrays'
-             order, out_width a row; the sums of its squares by tile to out_side [tiles, T]
+             order, out_width a row; the sums of its squares by tile to out_side [tiles, T]. RANKS > 1: y is the sum of
+             all ranks' products, see `joint`
     "silu", "gelu"  the tile's rows are pairs, see `gated`: activation(gate) * up / FIXED_SCALE to out likewise, n_out
              columns; FIXED_SCALE to out_side [T]
     """
@@ -209,6 +214,8 @@ def narrow(
             fetch(copies, i, ahead_row, ahead_block, KW, S)
         async_copy.commit_group()
         ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
+    if RANKS > 1:  # no kernel writes these
+        others = boxes_of(boxes, RANKS)
     if PDL:
         release_dependents()
         wait_for_inputs()
@@ -283,6 +290,8 @@ def narrow(
                 if n_parts > 1:
                     y = collect(y, slot, n < T, n_parts, PARTS, KW > 1)
             y = y * factor
+            if RANKS > 1:
+                y = over_ranks(y, others, half_of_box, n, row, here, RANK, RANKS, ROWS, COLUMNS, KW > 1)
             if END == "rows":
                 gl.store(out + (begin * (T - 1) + row + n * width), y, mask=here & (width > 0))
             elif END == "added":

@@ -22,6 +22,7 @@ from ggufspec.kernels.matmul.cuda import (
     block_bytes_of,
     capability,
 )
+from ggufspec.kernels.matmul.joint import COLUMNS, ROWS, Joint
 from ggufspec.kernels.matmul.weight import Activation, Normed
 
 
@@ -119,6 +120,7 @@ class Ending:
     side: Tensor
     n_out: int = 0
     out_width: int = 0
+    joint: Joint | None = None  # where other ranks have parts of the sums
 
 
 def launch_narrow(
@@ -137,15 +139,20 @@ def launch_narrow(
     norm = a.norm
     n_squares = 0 if norm is None else norm.squares.shape[0]
     squares, next_power, eps = (a.scale, a.scale, 0.0) if norm is None else (norm.squares, norm.next_power, norm.eps)
+    joint = end.joint
+    boxes, half, rank, ranks = (launch.row_start, 0, 0, 1) if joint is None else (
+        joint.boxes, joint.half, joint.rank, joint.size
+    )  # fmt: skip
     narrow[(share.n_programs, -(-n_tokens // tile))](
         low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
         a.rows, a.scale, end.out, launch.row_start, launch.row_width, slots(a.rows.device),
-        squares, next_power, end.stream, end.weight, end.power, end.stream_out, end.side,
+        squares, next_power, end.stream, end.weight, end.power, end.stream_out, end.side, boxes, half,
         launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
         2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares, float(a.n_columns), eps, end.n_out, end.out_width,
         LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
         KW=config.KW, WM=config.WM, MT=config.MT, ST=stages, PARTS=n_parts, PDL=pdl,
         SQUARES=max(SQUARES, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name, SPARE=spare,
+        RANK=rank, RANKS=ranks, ROWS=ROWS, COLUMNS=COLUMNS,
         num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -189,16 +196,22 @@ def run(launch: Launch, a: Activation, **choices: Any) -> list[Tensor]:
 
 
 def run_added(
-    launch: Launch, a: Activation, stream: Tensor, weight: Tensor, eps: float, power: Tensor, **choices: Any
-) -> tuple[Tensor, Activation]:
-    """stream [T, D] + the product, and that times weight / power [T] as the input of a product yet to be normed."""
+    launch: Launch, a: Activation, stream: Tensor, weight: Tensor, eps: float, power: Tensor,
+    joint: Joint | None = None, **choices: Any,
+) -> tuple[Tensor, Activation]:  # fmt: skip
+    """stream [T, D] + the product, and that times weight / power [T] as the input of a product yet to be normed.
+
+    joint: the product is a part, as all ranks have one; the parts' sum is added. T: at most `joint.ROWS`.
+    """
+    if joint is not None:
+        choices["config"] = joint.config
     n_tokens, D = stream.shape
     width = repack.n_super_blocks(D) * repack.BLOCK
     total = torch.empty_like(stream)
     rows = (torch.empty if width == D else torch.zeros)((n_tokens, width), dtype=torch.float16, device=stream.device)
     n_tiles = launch.padded_rows // (choices.get("config") or launch.config).n_rows
     squares = torch.empty((n_tiles, n_tokens), dtype=torch.float32, device=stream.device)
-    start(launch, a, Ending("added", rows, stream, weight, power, total, squares, D, width), **choices)
+    start(launch, a, Ending("added", rows, stream, weight, power, total, squares, D, width, joint), **choices)
     return total, Activation(rows, D, power, Normed(squares, torch.empty_like(power), eps))
 
 

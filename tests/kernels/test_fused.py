@@ -97,3 +97,7 @@ def small_kernels() -> None:
 
 def test_small_kernels_in_the_interpreter():
     python("-c", "import interpreter, test_fused; test_fused.small_kernels()")
+
+
+def test_products_that_sum_over_ranks_compile():
+    python("compiled_joint.py")
