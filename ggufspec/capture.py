@@ -62,6 +62,7 @@ class Graphs:
         self.n_bytes = 0
         self._fixed: set[int] = set()  # addresses of all graphs' outputs
         self._names: set[Hashable] = set()
+        self._stream: Any = None
 
     @property
     def is_capturing(self) -> bool:
@@ -73,18 +74,18 @@ class Graphs:
         return name in self._names
 
     def run(self, name: Hashable, stage: Callable[..., Any], arguments: tuple[Tensor, ...], *,
-            versions: Sequence[Hashable] = (), in_turns: bool = False) -> Any:
+            versions: Sequence[Hashable] = (), in_turns: bool = False, n_warm_up: int = WARM_UP_RUNS) -> Any:
         """stage(*arguments) through its graph for these shapes; the result's tensors are overwritten next time.
 
         versions[i]: an argument whose version is that of the graph's last run is not copied again; None or missing: it
-        always is. in_turns: capture two graphs, each run with every other call. Arguments on the host have to be
-        page-locked and stay as they are until the device has run.
+        always is. in_turns: capture two graphs, each run with every other call. n_warm_up: runs before a capture, which
+        change nothing. Arguments on the host have to be page-locked and stay as they are until the device has run.
         """
         places = tuple(a.data_ptr() if a.data_ptr() in self._fixed else 0 for a in arguments)
         key = (name, places, tuple((a.shape, a.dtype) for a in arguments))
         entry = self.captured.get(key)
         if entry is None:
-            entry = self._capture(str(name), stage, arguments, 2 if in_turns else 1)
+            entry = self._capture(str(name), stage, arguments, 2 if in_turns else 1, n_warm_up)
             self.captured[key] = entry
             self._names.add(name)
             self._fixed.update(t.data_ptr() for _, outputs in entry.graphs for t in tensors_of(outputs))
@@ -99,17 +100,19 @@ class Graphs:
         graph.replay()
         return outputs
 
-    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int) -> Captured:
+    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int,
+                 n_warm_up: int) -> Captured:
         if self.on_capture is not None:
             self.on_capture(name)
         inputs = tuple(
             a if a.data_ptr() in self._fixed else torch.empty_like(a, device=self.device).copy_(a) for a in arguments
         )
         kept = [(t, t.clone()) for t in self.mutable()]
-        stream = torch.cuda.Stream(self.device)
+        # One for all captures: the library keeps memory of its own for every stream that it has worked on.
+        self._stream = stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
+            for _ in range(n_warm_up):
                 stage(*inputs)
                 # After every run: one that follows another as if it were the next step would write over the half of a
                 # recurrent layer's window that the step to come still reads.

@@ -89,8 +89,8 @@ class Replays(Graphs):
         self.captured, self._fixed, self._names = {}, set(), set()
         self.n_bytes = 0
 
-    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[torch.Tensor, ...], n_graphs: int
-                 ) -> Captured:
+    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[torch.Tensor, ...], n_graphs: int,
+                 n_warm_up: int) -> Captured:
         inputs = tuple(argument.clone() for argument in arguments)
         kept = [(tensor, tensor.clone()) for tensor in self.mutable()]
         graphs = []
