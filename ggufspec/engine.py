@@ -111,7 +111,7 @@ class Engine:
         graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
         stages = StageGraphs(target, self.cache, on_capture) if use_graphs and self._has_stages() else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead, stages)
-        self.prefill = Prefill(target, drafter, self.cache, graphs)
+        self.prefill = Prefill(target, drafter, self.cache, graphs, stages)
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self.lengths = Lengths(self)

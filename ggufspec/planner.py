@@ -204,7 +204,7 @@ class Planner:
     def _graphs(self, part: Part, device: torch.device) -> int:
         """Graphs share one pool a device, as large as the largest needs; while one is captured, states are set aside.
 
-        With layers on several devices graphs end before the head, and prompts are not captured.
+        With layers on several devices graphs end before the head.
         """
         q, config = self.question, self.question.config
         states = sum(
@@ -214,13 +214,10 @@ class Planner:
         is_whole = all(layer.device == part.output for layer in part.model.layers)
         logits = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if is_whole else 0
         n_graphs = len(entry_counts(1, q.n_slots)) * (q.n_widths if part.drafters else 1)
-        pool, results = logits, 0
-        if is_whole:
-            widths = [width for width in WIDTHS if width <= padded_width(q.n_ubatch)]
-            pool = max(logits, self._chunk(part, widths[-1]))
-            results = 4 * sum(widths) * config.embedding_length
-            n_graphs += len(widths)
-        return pool + results + n_graphs * GRAPH_BYTES + q.n_slots * states
+        widths = [width for width in WIDTHS if width <= padded_width(q.n_ubatch)]
+        pool = max(logits, self._chunk(part, widths[-1]))
+        results = 4 * sum(widths) * config.embedding_length
+        return pool + results + (n_graphs + len(widths)) * GRAPH_BYTES + q.n_slots * states
 
     def largest(self, device: torch.device | None = None, most: int | None = None) -> int:
         """The largest context a slot can have so that `device` (None: every device) has room, 0 when none.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .capture import Graphs
     from .drafters import Drafter
     from .models import Model
+    from .models.base import Logits, RunStage
 
 # Widths of prompt chunks on a GPU. Up to 192 rows products take them by tiles of 32, and padding within a tile is free;
 # beyond, most of the time goes into unpacking the weights. Longer chunks keep the GPU busy as they are.
@@ -54,11 +55,12 @@ class Sent:
 class Prefill:
     """The chunks that the devices have been given. On the CPU everything is done at once.
 
-    graphs: where chunks are captured, on a target and a drafter of one device; None: chunks run as they are.
+    graphs: where chunks are captured, on a target and a drafter of one device; stages: what captures those of a target
+    on several. None: chunks run as they are.
     """
 
     def __init__(self, target: Model, drafter: Drafter | None, cache: Cache | None = None,
-                 graphs: Graphs | None = None):
+                 graphs: Graphs | None = None, stages: RunStage | None = None):
         self.target = target
         self.cache = cache
         self.device = target.device
@@ -66,10 +68,11 @@ class Prefill:
         self.taps = drafter.taps if drafter is not None else ()
         self.drafter_device = device_of(drafter, self.device)
         self.graphs = graphs if self.drafter_device == self.device else None
-        stages = [stage.device for stage in target.stages]
-        self.n_most = len(stages) + 1  # chunks under way: one a stage, and one that waits
-        self.n_late = len(stages) - 1 - stages.index(self.drafter_device) if self.drafter_device in stages else 0
-        self.is_padded = self._is_pinned = any(device.type == "cuda" for device in stages)
+        self.stages = stages
+        devices = [stage.device for stage in target.stages]
+        self.n_most = len(devices) + 1  # chunks under way: one a stage, and one that waits
+        self.n_late = len(devices) - 1 - devices.index(self.drafter_device) if self.drafter_device in devices else 0
+        self.is_padded = self._is_pinned = any(device.type == "cuda" for device in devices)
         self._chunks: deque[Any] = deque()  # events after which a chunk is through the target
         self._sent: deque[Sent] = deque()  # what the drafter has still to read, oldest first
 
@@ -88,7 +91,9 @@ class Prefill:
                 self.drafter.observe(rows, output)
             self._mark()
         else:
-            output = self.target.forward(rows, self.cache, taps=self.taps, logits="last" if is_last else "none")
+            logits: Logits = "last" if is_last else "none"
+            stages = self.stages if width in WIDTHS else None
+            output = self.target.forward(rows, self.cache, taps=self.taps, logits=logits, run=stages)
             self.observe(rows, output)
         return output
 

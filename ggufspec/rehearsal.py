@@ -74,12 +74,12 @@ def draft_lengths(n_max: int) -> list[int]:
 def as_they_are(engine: Engine) -> Iterator[None]:
     """Inside, nothing is captured: the launches are the same."""
     decoder, prefill = engine.decoder, engine.prefill
-    before = decoder.graphs, decoder.run_stage, prefill.graphs
-    decoder.graphs = decoder.run_stage = prefill.graphs = None
+    before = decoder.graphs, decoder.run_stage, prefill.graphs, prefill.stages
+    decoder.graphs = decoder.run_stage = prefill.graphs = prefill.stages = None
     try:
         yield
     finally:
-        decoder.graphs, decoder.run_stage, prefill.graphs = before
+        decoder.graphs, decoder.run_stage, prefill.graphs, prefill.stages = before
 
 
 def prompt(engine: Engine, width: int) -> None:

@@ -1,6 +1,7 @@
-"""Decode steps of a target whose layers lie on several GPUs: one graph a stage, chained by the hand-over of the rows.
+"""A target whose layers lie on several GPUs: one graph a stage and shape, chained by the hand-over of the rows.
 
-What lies between and after the stages (the copies, head, choice, drafter) is launched one by one.
+What lies between and after the stages (the copies, head, choice, drafter) is launched one by one. Prompt chunks are
+captured like decode steps: launched one by one, the host would be slower than the devices together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .cache import Cache
-from .capture import Graphs
+from .capture import WARM_UP_RUNS, Graphs
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StageGraphs:
-    """`Model.run_stage` for tentative rows and one cache. Stages on the CPU run as they are."""
+    """`Model.run_stage` for one cache. Stages on the CPU run as they are."""
 
     def __init__(self, model: Model, cache: Cache, on_capture: Callable[[str], None] | None = None):
         self.model = model
@@ -38,17 +39,21 @@ class StageGraphs:
 
     def __call__(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
                  ) -> tuple[Tensor, Sequence[Tensor]]:
-        if not rows.tentative or cache is not self.cache:
-            raise ValueError("stages are captured for decode steps on one cache")
+        if cache is not self.cache:
+            raise ValueError("stages are captured for one cache")
         graphs = self.graphs.get(stage.device)
         if graphs is None:
             return self.model.run_stage(stage, rows, x, cache, taps)
 
+        tentative = rows.tentative
+
         def work(tokens: Tensor, slots: Tensor, n_past: Tensor, n_rows: Tensor, x: Tensor
                  ) -> tuple[Tensor, Sequence[Tensor]]:
-            return self.model.run_stage(stage, Rows(tokens, slots, n_past, n_rows, True), x, cache, taps)
+            return self.model.run_stage(stage, Rows(tokens, slots, n_past, n_rows, tentative), x, cache, taps)
 
-        out: tuple[Tensor, Sequence[Tensor]] = graphs.run(
-            ("layers", stage.start, tuple(taps)), work, (rows.tokens, rows.slots, rows.n_past, rows.n_rows, x)
-        )
-        return out
+        x, streams = graphs.run(
+            ("layers" if tentative else "prompt", stage.start, tuple(taps)), work,
+            (rows.tokens, rows.slots, rows.n_past, rows.n_rows, x), n_warm_up=WARM_UP_RUNS if tentative else 1,
+        )  # fmt: skip
+        # The next device may still be fetching a chunk's rows when the next chunk's graph writes its own.
+        return (x, streams) if tentative else (x.clone(), [stream.clone() for stream in streams])

@@ -49,7 +49,7 @@ def run_all(engine: Engine, token: int) -> None:
 
 def capture_prompts(engine: Engine, token: int) -> None:
     """Prompts of every width, the shortest first, as far as the time goes."""
-    if engine.prefill.graphs is None:
+    if engine.prefill.graphs is None and engine.prefill.stages is None:
         return
     began = time.perf_counter()
     most = min(engine.n_ubatch, engine.n_ctx - 1)

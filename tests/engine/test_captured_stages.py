@@ -1,4 +1,4 @@
-"""Decode steps of a layer split with every stage captured, as far as a CPU can: the tokens of one device.
+"""Steps and prompts of a layer split with every stage captured, as far as a CPU can: the tokens of one device.
 
 A stage's first graph is captured in the middle of a step that the stages before it have run. Devices are told apart by
 their numbers alone; all of them are the CPU.
@@ -59,6 +59,8 @@ def test_captured_stages_emit_the_same_tokens(family: Family, kind: str, stages:
     engine = family.engine(kind, False, n_slots=2)
     graphs = StageGraphs(family.model, engine.cache)
     graphs.graphs = {stage.device: Replays(partial(of_stage, engine.cache, stage)) for stage in stages}
-    engine.decoder.run_stage = graphs
+    engine.decoder.run_stage = engine.prefill.stages = graphs
+    engine.prefill.is_padded = True
     assert answers(engine, prompts) == expected
-    assert all(len(one.captured) > 0 for one in graphs.graphs.values())
+    for one in graphs.graphs.values():
+        assert {key[0][0] for key in one.captured} == {"layers", "prompt"}

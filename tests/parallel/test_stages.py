@@ -69,14 +69,16 @@ def test_a_stage_can_be_run_otherwise(model: Model) -> None:
     assert seen == [(0, 2, (1,)), (2, 4, (3,)), (4, len(model.layers), (5,))]
 
 
-def test_stage_graphs_take_steps_of_their_cache_alone(model: Model) -> None:
+def test_stage_graphs_take_their_cache_alone(model: Model) -> None:
     cut(model, 2)
     cache = model.new_cache(1, 256)
     graphs = StageGraphs(model, cache)
     assert not graphs.graphs and graphs.n_bytes == 0  # stages on the CPU run as they are
     rows = prompt_rows(torch.arange(300, 304), 0, 0)
-    with pytest.raises(ValueError, match="decode steps"):
-        graphs(model.stages[0], rows, torch.zeros(1, 4, model.config.embedding_length), cache, ())
+    x = torch.zeros(1, 4, model.config.embedding_length)
+    assert graphs(model.stages[0], rows, x, cache, ())[0].shape == x.shape
+    with pytest.raises(ValueError, match="one cache"):
+        graphs(model.stages[0], rows, x, model.new_cache(1, 256), ())
 
 
 def test_capturing_a_stage_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
