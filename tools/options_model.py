@@ -97,7 +97,7 @@ OPTIONS = (
            "model.fit_margin_mib", "MiB0,MiB1,...", read.integer_list, env="LLAMA_ARG_FIT_TARGET"),
     Option(("-fitc", "--fit-ctx"), G, "the least context that --fit may leave a slot", "model.fit_ctx", "N",
            read.at_least(1), env="LLAMA_ARG_FIT_CTX"),
-    Option(("--graph",), G, "replay decode steps and prompt chunks as CUDA graphs", "model.graphs",
+    Option(("--graph",), G, "replay steps and prompt chunks as CUDA graphs", "model.graphs",
            negative=("--no-graph",)),
     _noop("-cmoe --cpu-moe", _NO_EXPERTS, env="LLAMA_ARG_CPU_MOE"),
     _noop("-ncmoe --n-cpu-moe", _NO_EXPERTS, "N", env="LLAMA_ARG_N_CPU_MOE"),
