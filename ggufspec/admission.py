@@ -135,7 +135,7 @@ def stow(slot: Slot) -> None:
     """Only a slot's newest checkpoints stay on their device, others move to the host: after the chunk's results, as it
     takes longer than a short chunk does."""
     for old in slot.checkpoints[:-N_ON_DEVICE]:
-        old.states = [state.cpu() for state in old.states]
+        old.states, old.drafter = host_copy((old.states, old.drafter))[0]
 
 
 def save(engine: Engine, slot: Slot) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class Part:
     draft_weights: Counter[torch.device] = field(default_factory=Counter)
     # per drafter: its device, and its tensors beside the weights for a context
     drafters: list[tuple[torch.device, Callable[[int], int]]] = field(default_factory=list)
+    rings: list[tuple[torch.device, Callable[[int], int]]] = field(default_factory=list)  # what checkpoints copy of them
     taps: int = 0
 
     @cached_property
@@ -153,6 +154,8 @@ class Planner:
                 self._add_layer(layer, n_ctx, add)
             for device, cache_bytes in part.drafters:
                 add(device, "draft KV", cache_bytes(n_ctx))
+            for device, cache_bytes in part.rings:
+                add(device, "checkpoints", min(q.n_checkpoints, N_ON_DEVICE) * cache_bytes(n_ctx))
             for device in {layer.device for layer in part.model.layers} | {part.output}:
                 if device.type == "cuda":
                     add(device, "workspace", self._workspace(part, device) + slots_bytes(MULTIPROCESSORS))
@@ -344,6 +347,7 @@ def _measure_drafter(q: Question, name: str, part: Part, target_weights: SizeWei
         make = lambda n_ctx: DFlash(name, on_meta, options, n_ctx=n_ctx, **sizes)  # noqa: E731
     part.draft_weights.update(added)
     part.drafters.append((device, lambda n_ctx: own_bytes(make(n_ctx))))
+    part.rings.append((device, lambda n_ctx: ring_bytes(make(n_ctx))))
 
 
 def _load_chooser(weights: SizeWeights, kind: str, device: torch.device, options: DraftOptions) -> None:
@@ -368,3 +372,8 @@ def own_bytes(drafter: Any) -> int:
     tensors = tensors_of([value for name, value in vars(drafter).items() if name in names])
     n_bytes = sum(t.numel() * t.element_size() for t in tensors)
     return n_bytes + (drafter.cache.n_bytes if hasattr(drafter, "cache") else 0)
+
+
+def ring_bytes(drafter: Any) -> int:
+    """Bytes that a checkpoint of all slots copies of a drafter's caches."""
+    return sum(own.n_bytes for own in getattr(drafter, "kvs", ()) if own.ring)

@@ -124,7 +124,7 @@ class BlockDrafter:
 
     def checkpoint(self, slot: int, n_past: int) -> list[tuple[Tensor, Tensor] | None]:
         """Only the rings: cells of full layers stay where they are when the slot goes back to n_past."""
-        return [kv.save(own, slot, n_past) if own.ring else None for own in self.kvs]
+        return [kv.copy(own, slot, n_past) if own.ring else None for own in self.kvs]
 
     def rewind(self, slot: int, state: list[tuple[Tensor, Tensor] | None]) -> None:
         for own, saved in zip(self.kvs, state):

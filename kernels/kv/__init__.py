@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ggufspec.kernels.kv import plain
 from ggufspec.kernels.kv.blocks import TYPES
-from ggufspec.kernels.kv.storage import CELL_CHUNK, KV, allocate, cells_for, fits, restore, save
+from ggufspec.kernels.kv.storage import CELL_CHUNK, KV, allocate, cells_for, copy, fits, restore, save
 from ggufspec.kernels.rope import RopeSpec
 
 __all__ = [
-    "CELL_CHUNK", "KV", "TYPES", "allocate", "cells_for", "fits", "load", "norm_rope_store", "restore", "save",
+    "CELL_CHUNK", "KV", "TYPES", "allocate", "cells_for", "copy", "fits", "load", "norm_rope_store", "restore", "save",
     "store", "store_raw",
 ]  # fmt: skip
 

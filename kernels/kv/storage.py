@@ -109,8 +109,14 @@ def used_cells(kv: KV, n_past: int) -> int:
 
 def save(kv: KV, slot: int, n_past: int) -> tuple[Tensor, Tensor]:
     """The cells of the first n_past positions, packed as they are, copied to the host."""
+    k, v = copy(kv, slot, n_past)
+    return k.cpu(), v.cpu()
+
+
+def copy(kv: KV, slot: int, n_past: int) -> tuple[Tensor, Tensor]:
+    """`save` on the device."""
     n = used_cells(kv, n_past)
-    return kv.k[slot, :n].clone().cpu(), kv.v[slot, :n].clone().cpu()
+    return kv.k[slot, :n].clone(), kv.v[slot, :n].clone()
 
 
 def fits(kv: KV, saved: tuple[Tensor, Tensor]) -> bool:
