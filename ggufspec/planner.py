@@ -99,7 +99,8 @@ class Part:
     draft_weights: Counter[torch.device] = field(default_factory=Counter)
     # per drafter: its device, and its tensors beside the weights for a context
     drafters: list[tuple[torch.device, Callable[[int], int]]] = field(default_factory=list)
-    rings: list[tuple[torch.device, Callable[[int], int]]] = field(default_factory=list)  # what checkpoints copy of them
+    # what a checkpoint of every slot copies of them, likewise
+    rings: list[tuple[torch.device, Callable[[int], int]]] = field(default_factory=list)
     taps: int = 0
 
     @cached_property
