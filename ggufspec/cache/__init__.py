@@ -52,12 +52,6 @@ class SlotState:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def save_state(state: GdnState, slot: int) -> Tensor:
-    """One layer's state on the host, committed by a kernel on its own device."""
-    with on(state.device):
-        return gdn.save(state, slot)
-
-
 @dataclass
 class Cache:
     kv: list[KV | None]  # one entry a layer
@@ -138,12 +132,10 @@ class Cache:
 
     def save(self, slot: int, n_past: int) -> SlotState:
         """Copy the committed past of a slot to the host; pending rows of recurrent layers are committed first."""
-        kvs: list[tuple[Tensor, Tensor] | None] = []
-        states: list[Tensor | None] = []
-        for k, s in zip(self.kv, self.recurrent):
-            kvs.append(None if k is None else kv.save(k, slot, n_past))
-            states.append(None if s is None else save_state(s, slot))
-        return SlotState(n_past, kvs, states)
+        kvs = [None if k is None else kv.save(k, slot, n_past) for k in self.kv]
+        banks = [iter(part.cpu()) for part in self.save_recurrent(slot)]
+        own = {id(layer): rows for bank, rows in zip(self.banks, banks) for layer in bank.layers}
+        return SlotState(n_past, kvs, [None if s is None else next(own[id(s)]) for s in self.recurrent])
 
     def save_recurrent(self, slot: int, is_committed: bool = False) -> list[Tensor]:
         """Only the recurrent part, on its device: a checkpoint (the KV cells below it stay where they are).
