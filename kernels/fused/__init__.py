@@ -10,6 +10,7 @@ arrives as partial sums of the tiles that wrote it. 2^e follows the row's size o
 On the CPU, for prompt chunks, and where a kernel of its own is missing, the steps run one by one.
 """
 
+import torch
 from torch import Tensor
 
 from ggufspec.kernels import prepared
@@ -17,16 +18,25 @@ from ggufspec.kernels.fused.pair import EIGHT, GatedPair, join, split
 from ggufspec.kernels.matmul import Activation, WeightGroup, matmul
 from ggufspec.kernels.matmul.joint import COLUMNS, ROWS, Joint
 
-__all__ = ["GatedPair", "Joint", "added", "enter", "gated", "join", "joins", "split"]
+__all__ = ["GatedPair", "Joint", "added", "enter", "gated", "join", "joins", "runs_narrow", "split"]
+
+
+def runs_narrow(device: torch.device) -> bool:
+    """Whether the narrow kernel runs on a device."""
+    if device.type != "cuda":
+        return False
+    from ggufspec.kernels.matmul import cuda
+
+    return cuda.capability(device.index) >= (8, 0)
 
 
 def is_narrow(x: Tensor) -> bool:
     """Whether rows on x's device, as many as x has, go through the narrow kernel."""
-    if not x.is_cuda:
+    if not runs_narrow(x.device):
         return False
     from ggufspec.kernels.matmul import cuda
 
-    return 0 < x.shape[0] <= cuda.NARROW_TOKENS and cuda.capability(x.device.index) >= (8, 0)
+    return 0 < x.shape[0] <= cuda.NARROW_TOKENS
 
 
 def enter(x: Tensor, weight: Tensor, eps: float) -> Activation:

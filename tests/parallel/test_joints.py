@@ -12,6 +12,7 @@ from ggufspec.models.layers import Addition
 from ggufspec.parallel import WHOLE, Shard
 
 OWN, FIRST = Config(ST=4), Config(WM=8)
+KIND = ((9, 0), 228 << 10, 227 << 10)
 
 
 def addition(shard: Shard, config: Config = OWN, **what: Any) -> Addition:
@@ -26,12 +27,13 @@ def layer(*additions: Addition) -> Any:
 def shard(monkeypatch: pytest.MonkeyPatch) -> Shard:
     """The second of two ranks; the first one's products can all be joined."""
     monkeypatch.setattr(joints.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(joints, "kind", lambda device: KIND)
     link = SimpleNamespace(boxes=torch.tensor([100, 200]))
     return Shard(1, (1.0, 1.0), link=link)  # type: ignore[arg-type]
 
 
-def gathered(into: list, own: list, group: Any = None) -> None:
-    into[:] = [[FIRST] * 8, own]
+def gathered(into: list, own: tuple, group: Any = None) -> None:
+    into[:] = [(KIND, [FIRST] * 8), own]
 
 
 def halves(layers: list[Any]) -> list[int | None]:
@@ -65,12 +67,32 @@ def test_a_chain_ends_where_another_launch_comes_between(shard: Shard, bar: str)
 
 
 def test_what_one_rank_cannot_do_none_does(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    def few(into: list, own: list, group: Any = None) -> None:
-        into[:] = [[FIRST] * 3, own]
+    def few(into: list, own: tuple, group: Any = None) -> None:
+        into[:] = [(KIND, [FIRST] * 3), own]
 
     monkeypatch.setattr(joints.dist, "all_gather_object", few)
     layers = [layer(addition(shard), addition(shard)) for _ in range(3)]
     assert joints.assign(layers, shard) == 2
+
+
+@pytest.mark.parametrize("own", [None, ((9, 0), 100 << 10, 99 << 10), ((8, 0), *KIND[1:])])
+def test_cards_of_two_kinds_join_none(shard: Shard, monkeypatch: pytest.MonkeyPatch, own: Any) -> None:
+    monkeypatch.setattr(joints, "kind", lambda device: own)
+    layers = [layer(addition(shard), addition(shard)) for _ in range(3)]
+    assert joints.assign(layers, shard) == 0
+    assert halves(layers) == [None] * 6
+
+
+def test_cards_without_the_kernel_join_none(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def alike(into: list, own: tuple, group: Any = None) -> None:
+        into[:] = [own, own]
+
+    monkeypatch.setattr(joints.dist, "all_gather_object", alike)
+    layers = [layer(addition(shard), addition(shard)) for _ in range(3)]
+    assert joints.assign(layers, shard) == 4
+    monkeypatch.setattr(joints, "kind", lambda device: None)
+    assert joints.assign(layers[:], shard) == 0
+    assert joints.runs_narrow(torch.device("cpu")) is False
 
 
 def test_without_memory_that_ranks_map_there_are_none(shard: Shard) -> None:
