@@ -60,13 +60,13 @@ def test_streams_and_slots(family, kind, sampling):
     """Prompts of all kinds of lengths beside one another, second turns included, steps captured or not."""
 
     def play(engine):
-        jobs = [engine.submit(Request(TOKENS[k : k + n], sampling, n_predict=20))
+        jobs = [engine.submit(Request(TOKENS[k : k + n], sampling, n_predict=20, slot=k % 3))
                 for k, n in enumerate((1, 14, 17, 40, 144, 200, 530, 700))]  # fmt: skip
         drain(engine)
-        for job in list(jobs):
+        for k, job in enumerate(jobs[-3:]):
             text = [*job.request.prompt, *job.generated, 50, 51]
-            jobs.append(engine.submit(Request(text, sampling, n_predict=6)))
-        jobs.append(engine.submit(Request([*TOKENS[6:500], 60, 61], sampling, n_predict=6)))
+            jobs.append(engine.submit(Request(text, sampling, n_predict=6, slot=(5 + k) % 3)))
+        jobs.append(engine.submit(Request([*TOKENS[6:500], 60, 61], sampling, n_predict=6, slot=0)))
         drain(engine)
         return jobs
 
@@ -82,7 +82,7 @@ def test_a_graph_captured_while_others_decode(family):
     """Widths that are first needed in the middle of other streams: these go on as if nothing had happened."""
 
     def play(engine):
-        jobs = [engine.submit(Request(p, SAMPLED, n_predict=80)) for p in family.prompts[:2]]
+        jobs = [engine.submit(Request(p, SAMPLED, n_predict=150)) for p in family.prompts[:2]]
         for n in (20, 70, 260):
             for _ in range(7):
                 engine.step()
