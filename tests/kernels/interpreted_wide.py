@@ -25,7 +25,7 @@ def launch_of(raw: torch.Tensor, type_name: str) -> Launch:
         parts[name] = part.new_zeros((part.shape[0], 128, *part.shape[2:]))
         parts[name][:, : raw.shape[0]] = part
     none = torch.zeros(0)
-    return Launch(type_name, (0, 2), ROWS, parts, shift, none, none, none, Config())
+    return Launch(type_name, (0, 2), ROWS, parts, shift, none, none, Config())
 
 
 def check(type_name: str) -> None:
