@@ -15,7 +15,8 @@ from ggufspec.kernels.matmul import Activation
 from ggufspec.kernels.matmul.triton import prepare
 from ggufspec.kernels.overlap import begin, overlap
 
-NARROW_ROWS = 17  # wider batches take the prompt kernel
+# Wider batches take the prompt kernel: few rows are few programs there, each of which would walk all of a long past.
+NARROW_ROWS = 32
 
 
 @triton.jit

@@ -55,9 +55,10 @@ def attention_masks(device: str, real: bool) -> None:
         (False, 40, True, False, n - 8, 8, 8),
         (True, 200, True, True, n - 8, 8, 8),
         (False, 200, False, True, n - 8, 8, 8),
-        (True, 0, True, False, 255, 20, 20),
+        (True, 0, True, False, 255, 18, 20),
+        (True, 0, True, False, 255, 40, 40),
         (True, 40, False, False, 300, 40, 50),
-        (False, 200, True, True, n - 30, 30, 30),
+        (False, 200, True, True, n - 40, 40, 40),
     ):
         mine, theirs = filled(device, "f32", "f32", n_past + n_rows, 256 if ring else n, n_kv, hd, hd_v, ring)
         q_gate = random(1, W, n_kv * G, 2, hd_v)
@@ -109,7 +110,9 @@ def attention_padding(device: str, real: bool) -> None:
     for type_name, window in (("f16", 0), ("q8_0", 100)) if real else (("q8_0", 0),):
         _, kv = filled(device, type_name, type_name, n, n, n_kv, hd, hd)
         spec = AttentionSpec(hd**-0.5, window=window)
-        for n_rows, widths in ((5, (16,)), (18, (32, 96)), (100, (128, 192))) if real else ((5, (16,)), (18, (32,))):
+        for n_rows, widths in ((5, (16,)), (18, (32,)), (40, (64, 96)), (100, (192,))) if real else (
+            (5, (16,)), (40, (64,)),
+        ):  # fmt: skip
             outs = []
             for W in (n_rows, *widths):
                 q = random(1, max(widths), n_kv * G, hd)[:, :W].clone()
