@@ -117,6 +117,7 @@ class Engine:
         self.lengths = Lengths(self)
         self._flights: deque[Flight] = deque()  # steps that the device has and the host has not read, at most two
         self._results_at = 0.0  # when the host last had a step's results
+        self._n_prompt_rows = 0  # evaluated since the last decode step
         self._ids = itertools.count()
         self._queue: deque[Job] = deque()
         self._inbox = Inbox()
@@ -193,7 +194,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Admit, one prompt chunk, one decode step. Returns what happened, in order."""
+        """Admit, one prompt chunk, one decode step (see `_may_come_first`). Returns what happened, in order."""
         with on(self.device):
             return self._step()
 
@@ -205,15 +206,29 @@ class Engine:
         waiting = [s for s in self.slots if s.job is not None and s.job.state is JobState.PROMPT]
         if waiting:
             slot = min(waiting, key=lambda s: s.job.id if s.job else 0)
+            n_past = slot.n_past
             events += self._prompt_chunk(slot)
+            self._n_prompt_rows += slot.n_past - n_past
         running = [s for s in self.slots if s.generating]
-        if waiting and len(running) == 1 and running[0] is slot:
-            return events  # its first token does not wait for the second one
+        if waiting and self._may_come_first(slot, running, len(waiting) > 1):
+            return events
+        self._n_prompt_rows = 0
         if running or not waiting:
             self.prefill.join()
         if running:
             events += self._decode(running, is_alone=not waiting)
         return events
+
+    def _may_come_first(self, slot: Slot, running: list[Slot], others_wait: bool) -> bool:
+        """Whether the first token that a prompt has just given is given away before the next decode step.
+
+        When nobody else waits for that step; and when more prompts wait, as long as they have not had as many rows
+        since the last one as a chunk may have. A step that is on its way is read first: it is done by then.
+        """
+        if self._flights or (slot.job is not None and slot.job.state is JobState.PROMPT):
+            return False
+        is_alone = len(running) == 1 and running[0] is slot
+        return is_alone or (others_wait and self._n_prompt_rows < self.n_ubatch)
 
     def _take_inbox(self) -> list[Event]:
         """Queue what was submitted and drop what was cancelled since the last step."""

@@ -181,3 +181,38 @@ def test_checkpoints_are_put_away_after_the_first_token(family: Family) -> None:
     assert stowed == [True] * (len(points) - 2) + [False] * 2 and not engine.crowded
     drain(engine)
     assert engine.idle and len(job.generated) == 3
+
+
+def test_short_prompts_do_not_wait_for_steps_in_between(family: Family) -> None:
+    """Prompts that come together have their first tokens one after the other; a running stream waits for no more rows
+    than a chunk may have."""
+    engine = family.engine("plain", False, 6, n_ubatch=64)
+    running = engine.submit(Request(family.prompts[0], GREEDY, n_predict=60))
+    while len(running.generated) < 3:
+        engine.step()
+    jobs = [engine.submit(Request([40 + b, *range(60, 84)], GREEDY, n_predict=30)) for b in range(5)]
+    seen = []
+    while not jobs[-1].generated:
+        before = len(running.generated)
+        engine.step()
+        seen.append((sum(bool(job.generated) for job in jobs), len(running.generated) - before))
+    # 25 tokens in chunks of 9 and 16; the stream has a token where a chunk is not its prompt's last or 64 rows are full
+    assert [n for n, _ in seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
+    assert [n for _, n in seen] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 1]
+    drain(engine)
+    alone = family.engine("plain", False, 1)
+    want = alone.submit(Request(family.prompts[0], GREEDY, n_predict=60))
+    drain(alone)
+    assert running.generated == want.generated
+
+    engine = family.engine("plain", False, 6, n_ubatch=64, n_checkpoints=0)
+    running = engine.submit(Request(family.prompts[0], GREEDY, n_predict=60))
+    while len(running.generated) < 3:
+        engine.step()
+    jobs = [engine.submit(Request([40 + b, *range(60, 84)], GREEDY, n_predict=30)) for b in range(5)]
+    seen = []
+    while not jobs[-1].generated:
+        before = len(running.generated)
+        engine.step()
+        seen.append((sum(bool(job.generated) for job in jobs), len(running.generated) - before))
+    assert seen == [(1, 0), (2, 0), (3, 1), (4, 0), (5, 1)]
