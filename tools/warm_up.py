@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 QUIET_SECONDS = 0.5  # no bar for what is over at once
 
 N_PROMPT, N_STEPS = 8, 4
-PROMPT_SECONDS = 6.0  # widths of prompts that are not captured by then are when they are first needed
+PROMPT_SECONDS = 10.0  # widths of prompts that are not captured by then are when they are first needed
 
 
 def warm_up(runtime: Runtime) -> None:
