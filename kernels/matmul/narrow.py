@@ -76,8 +76,11 @@ def spare_stages(config: Config, block_bytes: int, tile: int, stages: int, share
     """Stages of activations to allocate on top, for `per_sm` programs to take all shared memory of a multiprocessor.
 
     A launch's programs start where those of the launch before have ended. With room for more, some multiprocessors
-    would get more than their share, and the launch would wait for those.
+    would get more than their share, and the launch would wait for those. None where warps split K: how much their sums
+    need besides is the compiler's affair.
     """
+    if config.KW > 1:
+        return 0
     activations = config.KW * tile * repack.BLOCK * 2
     used = stages * (config.KW * config.n_rows * block_bytes + activations)
     return max(0, min(shared // config.per_sm, most) - RESERVED_BYTES - used) // activations

@@ -202,3 +202,22 @@ def test_stages_fit_the_shared_memory_of_small_and_large_cards():
                 assert stages * (config.n_rows * block_bytes + tile * 512) < most
     assert config_for((1, 0), "Q4_K", 5120, 20, 144) != config_for((1, 0), "Q4_K", 248320, 20, 144)
     assert config_for((9, 0), "Q6_K", 250000, 20, 210) == Config(MT=2, ST=2, per_sm=3)
+
+
+def test_programs_fill_their_share_of_shared_memory():
+    """As many as a config says fit a multiprocessor, with what the driver takes, and no more."""
+    from ggufspec.kernels import tune
+    from ggufspec.kernels.matmul.cuda import Config
+    from ggufspec.kernels.matmul.narrow import spare_stages, tile_and_stages
+
+    shared, most, driver, sums = 228 << 10, 227 << 10, 1 << 10, 1 << 10
+    for entry in tune.entries((9, 0)):
+        config = Config(**entry.config)
+        layout = layouts.BY_NAME[entry.type_name]
+        block_bytes = layout.n_bytes * 256 // layout.n_elements
+        for n_tokens in (1, 16):
+            tile, stages = tile_and_stages(config, block_bytes, n_tokens, shared, most)
+            spare = spare_stages(config, block_bytes, tile, stages, shared, most)
+            used = stages * config.n_rows * block_bytes + (stages + spare) * tile * 512
+            assert config.per_sm * (used + sums + driver) <= shared < (config.per_sm + 1) * (used + driver), entry
+    assert spare_stages(Config(KW=2), 144, 8, 2, shared, most) == 0
