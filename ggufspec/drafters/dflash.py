@@ -57,7 +57,7 @@ class BlockDrafter:
         self.stats = Statistics(name, self.n_max)
         common = config.common
         # Rejected rows and the block must fit beside a window without overwriting it.
-        beside = max(self.width, max_rows)
+        self.n_beside = beside = max(self.width, max_rows)
         self.kvs = [
             kv.allocate(
                 type_k,
@@ -113,7 +113,7 @@ class BlockDrafter:
         """Nothing to do: what is not below n_past is not visible."""
 
     def save(self, slot: int, n_past: int) -> list[tuple[Tensor, Tensor]]:
-        return [kv.save(own, slot, n_past) for own in self.kvs]
+        return [kv.save(own, slot, n_past, self.n_beside) for own in self.kvs]
 
     def check(self, state: list[tuple[Tensor, Tensor]]) -> None:
         check_cells(self.kvs, state, self.name)
@@ -124,7 +124,7 @@ class BlockDrafter:
 
     def checkpoint(self, slot: int, n_past: int) -> list[tuple[Tensor, Tensor] | None]:
         """Only the rings: cells of full layers stay where they are when the slot goes back to n_past."""
-        return [kv.copy(own, slot, n_past) if own.ring else None for own in self.kvs]
+        return [kv.copy(own, slot, n_past, self.n_beside) if own.ring else None for own in self.kvs]
 
     def rewind(self, slot: int, state: list[tuple[Tensor, Tensor] | None]) -> None:
         for own, saved in zip(self.kvs, state):

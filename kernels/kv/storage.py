@@ -107,16 +107,27 @@ def used_cells(kv: KV, n_past: int) -> int:
     return kv.n_cells if kv.ring else min(n_past, kv.n_cells)
 
 
-def save(kv: KV, slot: int, n_past: int) -> tuple[Tensor, Tensor]:
-    """The cells of the first n_past positions, packed as they are, copied to the host."""
-    k, v = copy(kv, slot, n_past)
+def save(kv: KV, slot: int, n_past: int, n_beside: int = 0) -> tuple[Tensor, Tensor]:
+    """The cells of the first n_past positions, packed as they are, copied to the host; n_beside: see `copy`."""
+    k, v = copy(kv, slot, n_past, n_beside)
     return k.cpu(), v.cpu()
 
 
-def copy(kv: KV, slot: int, n_past: int) -> tuple[Tensor, Tensor]:
-    """`save` on the device."""
+def copy(kv: KV, slot: int, n_past: int, n_beside: int = 0) -> tuple[Tensor, Tensor]:
+    """`save` on the device.
+
+    Of a ring all cells, but zeros where none of these positions stands for certain: the slot may hold rows of an
+    earlier text there, or of a draft, which n_beside positions from n_past on can have.
+    """
     n = used_cells(kv, n_past)
-    return kv.k[slot, :n].clone(), kv.v[slot, :n].clone()
+    copies = kv.k[slot, :n].clone(), kv.v[slot, :n].clone()
+    if kv.ring:
+        first = n_past % n
+        stop = first + max(n - n_past, n_beside)  # in the cells from there on, and round to the first ones
+        for cells in copies:
+            cells[first:stop].zero_()
+            cells[: max(stop - n, 0)].zero_()
+    return copies
 
 
 def fits(kv: KV, saved: tuple[Tensor, Tensor]) -> bool:

@@ -190,6 +190,34 @@ def test_a_ring_drafts_what_a_full_cache_drafts(folder, hybrid, n_prompt, monkey
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("n_past", [20, 250, 256, 700])
+@torch.inference_mode()
+def test_what_a_saved_ring_leaves_out_is_never_read(folder, hybrid, n_past):
+    """Drafts after a restore are those of the slot in place, whatever the cells that are not saved hold there."""
+    drafter = make(folder, hybrid, "dflash2", n_slots=2, n_ctx=1024)
+    rows = prompt_rows(torch.tensor(long_prompt(n_past)), 0, 0)
+    features = torch.randn(1, n_past, 128, generator=torch.Generator().manual_seed(1))
+    drafter.backbone.inject(features, rows, drafter.kvs)
+
+    def block(slot):
+        rows = Rows(torch.tensor([[3, 11, 11, 11, 11]]), one(slot), one(n_past), one(5), True)
+        return drafter.backbone.hidden(drafter.backbone.block(rows, drafter.kvs))
+
+    own = drafter.kvs[0]
+    assert own.ring and own.n_cells == 256
+    want = block(0)
+    saved, kept = drafter.save(0, n_past), drafter.checkpoint(0, n_past)
+    assert all(torch.equal(a, b) for a, b in zip(saved[0], kept[0])) and kept[1] is None
+    drafter.restore(1, saved)
+    assert torch.equal(block(1), want)
+    left_out = (saved[0][0] == 0).all(-1).all(-1)
+    assert int(left_out.sum()) == max(256 - n_past, drafter.n_beside)
+    own.k[0, left_out], own.v[0, left_out] = 50.0, -50.0
+    assert torch.equal(block(0), want)
+    drafter.rewind(0, kept)
+    assert torch.equal(block(0), want)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @torch.inference_mode()
 def test_a_row_sees_exactly_its_window(tmp_path, hybrid, causal):

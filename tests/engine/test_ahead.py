@@ -110,6 +110,27 @@ def test_an_end_token_that_nobody_foresaw(family: Family, kind: str) -> None:
     assert n_ahead(launches) > 5
 
 
+@pytest.mark.parametrize("n_prompt", [30, 490, 600])
+def test_a_window_keeps_no_trace_of_what_was_dropped(family: Family, n_prompt: int) -> None:
+    """A sliding layer's cells are a ring: the draft of a step that nobody reads stands in the middle of it."""
+
+    def play(engine: Engine) -> list[Job]:
+        jobs = [engine.submit(Request((family.prompts[k] * 40)[: n_prompt + k], GREEDY, n_predict=9 + k, slot=k))
+                for k in range(3)]  # fmt: skip
+        drain(engine)
+        return jobs
+
+    dropped: list[int] = []
+    with_it, without = (family.engine("dflash2", ahead, 3, 1024) for ahead in (True, False))
+    assert any(own.ring for own in with_it.drafter.kvs)  # type: ignore[union-attr]
+    drop = with_it.decoder.drop
+    with_it.decoder.drop = lambda slot: (dropped.append(slot), drop(slot))[1]  # type: ignore
+    got, want = play(with_it), play(without)
+    assert list(map(outcome, got)) == list(map(outcome, want))
+    assert dropped
+    same_slots(with_it, without)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_context_end(family: Family, kind: str) -> None:
     def play(engine: Engine) -> list[Job]:

@@ -127,3 +127,21 @@ def test_a_saved_ring_fits_only_a_ring_of_its_size() -> None:
     small, large = (kvs.allocate("f16", "f16", 1, n, 2, 64, 64, "cpu", ring=True) for n in (256, 512))
     saved = kvs.save(small, 0, 10)
     assert kvs.fits(small, saved) and not kvs.fits(large, saved)
+
+
+@pytest.mark.parametrize("n_past", [0, 1, 250, 256, 257, 500, 511, 512, 700])
+def test_a_saved_ring_holds_its_own_positions_alone(n_past: int) -> None:
+    """Zeros where an earlier text, rejected drafts or nothing at all stands; what attention may still see is there."""
+    window, n_beside = 240, 16
+    ring = kvs.allocate("f32", "f16", 2, window + n_beside, 2, 32, 32, "cpu", ring=True)
+    ring.k.fill_(7.0), ring.v.fill_(7.0)
+    x = random(1, n_past + n_beside, 2, 32)
+    for start in range(0, n_past + n_beside, 50):  # the last n_beside are a draft's
+        part = x[:, start : start + 50]
+        kvs.store(ring, part, part, torch.tensor([1]), torch.arange(start, start + part.shape[1])[None])
+    first = max(n_past - window, 0)
+    want = torch.zeros(256, 2, 32)
+    want[torch.arange(first, n_past) % 256] = x[0, first:n_past]
+    for saved in (kvs.save(ring, 1, n_past, n_beside), kvs.copy(ring, 1, n_past, n_beside)):
+        assert torch.equal(saved[0], want) and torch.equal(saved[1], want.half())
+    assert not (ring.k == 0).any()  # the ring itself stays as it is
