@@ -133,24 +133,46 @@ def outcome(job: Job) -> tuple[Any, ...]:
             stats.draft_n_accepted, stats.n_verify, stats.accepted_per_position)  # fmt: skip
 
 
-def flat(value: Any) -> list[Any]:
-    """All tensors and numbers inside saved slots."""
+def flat(value: Any, at: str = "") -> list[tuple[str, Any]]:
+    """All tensors and numbers inside saved slots, with the attributes, keys and indices that lead there."""
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [(at, value)]
     if isinstance(value, dict):
-        return flat(list(value.values()))
+        return [leaf for key, item in value.items() for leaf in flat(item, f"{at}.{key}")]
     if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in flat(item)]
-    return flat(list(vars(value).values())) if hasattr(value, "__dataclass_fields__") else [value]
+        return [leaf for i, item in enumerate(value) for leaf in flat(item, f"{at}[{i}]")]
+    if hasattr(value, "__dataclass_fields__"):
+        return [leaf for name, item in vars(value).items() for leaf in flat(item, f"{at}.{name}")]
+    return [(at, value)]
+
+
+def difference(x: Any, y: Any) -> str:
+    """How two leaves differ; "" where they do not, bit for bit."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return "" if x == y else f"{x!r}, not {y!r}"
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return f"{x.dtype} {list(x.shape)}, not {y.dtype} {list(y.shape)}"
+    a, b = (t.contiguous().flatten().view(torch.uint8).view(t.numel(), t.element_size()) for t in (x, y))
+    places = (a != b).any(1).nonzero()[:, 0]
+    if len(places) == 0:
+        return ""
+    first = [int(k) for k in torch.unravel_index(places[0], x.shape)]
+    rows = sorted({int(k) for k in torch.unravel_index(places, x.shape)[0]}) if x.dim() else []
+    return (f"{x.dtype} {list(x.shape)}: {len(places)} elements, the first at {first}: {x[tuple(first)].item()!r}, not "
+            f"{y[tuple(first)].item()!r}; first indices {rows[:40]}")  # fmt: skip
 
 
 def same_slots(a: Engine, b: Engine) -> None:
-    """Tokens, caches, recurrent states and drafters' states, bit for bit."""
+    """Tokens, caches, recurrent states and drafters' states, bit for bit; every leaf that differs is named."""
+    wrong = []
     for slot in range(len(a.slots)):
         mine, theirs = (flat(host_copy(e.save_slot(slot))[0]) for e in (a, b))
-        assert len(mine) == len(theirs)
-        for x, y in zip(mine, theirs):
-            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        assert [at for at, _ in mine] == [at for at, _ in theirs], f"slot {slot}"
+        for (at, x), (_, y) in zip(mine, theirs):
+            how = difference(x, y)
+            if how:
+                wrong.append(f"slot {slot} of {a.slots[slot].n_past} tokens, {at.lstrip('.')}: {how}")
+    assert not wrong, "\n".join(wrong)
 
 
 def both(family: Family, kind: str, play: Callable[[Engine], list[Job]], **options: Any
