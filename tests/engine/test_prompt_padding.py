@@ -16,6 +16,7 @@ from ggufspec.host_copy import host_copy
 from ggufspec.job import Job, Request
 from ggufspec.prefill import WIDTHS, padded_width
 from ggufspec.rows import prompt_table, rows_of_table
+from ggufspec.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,51 @@ def test_streams(family: Family, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert want[-1].embedding is not None and torch.equal(got[-1].embedding, want[-1].embedding)
     same_slots(exact, wide)
     assert captured_widths(wide) >= {16, 64}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_slots_with_a_window(family: Family, sampling: SamplingParams) -> None:
+    """Chunks as long as the ring of a sliding layer, checkpoints of it, steps ahead that are dropped: captured or not,
+    slots are left the same."""
+    tokens = [40 + 7 * i % 400 for i in range(600)]
+
+    def play(engine: Engine) -> list[Job]:
+        jobs = [engine.submit(Request(tokens[k : k + n], sampling, n_predict=9 + k, slot=k % 2))
+                for k, n in enumerate((17, 40, 200, 530))]  # fmt: skip
+        drain(engine)
+        for k, job in enumerate(jobs[-2:]):
+            text = [*job.request.prompt, *job.generated, 50, 51]
+            jobs.append(engine.submit(Request(text, sampling, n_predict=7, slot=k)))
+        drain(engine)
+        return jobs
+
+    captured = padded(family.engine("dflash2", True, 2, 1024))
+    eager = family.engine("dflash2", False, 2, 1024)
+    eager.prefill.is_padded = True
+    got, want = play(captured), play(eager)
+    assert list(map(outcome, got)) == list(map(outcome, want))
+    assert [job.n_prompt_cached for job in got] == [job.n_prompt_cached for job in want] and got[-1].n_prompt_cached
+    assert any(point.drafter[0] is not None for slot in captured.slots for point in slot.checkpoints)
+    same_slots(captured, eager)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_past_the_last_cell(family: Family, kind: str) -> None:
+    """A chunk whose padding would stand behind the end of the context, and behind all cells there are."""
+    exact, wide = (family.engine(kind, False, 1, 250) for _ in range(2))
+    padded(wide)
+    tokens = [40 + 7 * i % 400 for i in range(249)]
+    parts: list[list[torch.Tensor]] = []
+    with torch.inference_mode():
+        for engine in (exact, wide):
+            for start, stop in ((0, 100), (100, 230), (230, 249)):
+                output = engine.prefill.run(tokens[start:stop], 0, start, is_last=True)
+            assert output.logits is not None
+            parts.append([output.logits.clone(), output.hidden[:, :19].clone()])
+            engine.slots[0].tokens = tokens
+    assert all(torch.equal(a, b) for a, b in zip(*parts))
+    same_slots(exact, wide)
+    assert captured_widths(wide) == {128, 160, 32}  # the last one to position 262, of 256 cells
 
 
 def test_padding_touches_nothing_else(family: Family) -> None:

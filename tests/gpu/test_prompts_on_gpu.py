@@ -54,6 +54,17 @@ def test_chunks_of_all_widths(family, kind):
     assert captured_widths(captured) == set(WIDTHS)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_past_the_last_cell(family, kind):
+    """A chunk whose padding would stand behind the end of the context, and behind all cells there are."""
+    captured, exact = (family.engine(kind, False, 1, 500, use_graphs=g) for g in (True, False))
+    exact.prefill.is_padded = False
+    results = [[chunk(e, a, b) for a, b in ((0, 190), (190, 380), (380, 482), (482, 499))] for e in (captured, exact)]
+    assert all(torch.equal(a, b) for mine, theirs in zip(*results) for a, b in zip(mine, theirs))
+    same_slots(captured, exact)
+    assert captured_widths(captured) == {192, 128, 32}  # the last one to position 513, of 512 cells
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_and_slots(family, kind, sampling):
