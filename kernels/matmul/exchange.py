@@ -2,12 +2,12 @@
 
 A program whose work begins inside a tile leaves that part in a slot of its own; the program with the tile's first part
 reads the slots of the programs after it, adds them in the order of K, and empties them. A slot's values say themselves
-whether they are there: an empty one holds `EMPTY`, a NaN that no arithmetic gives. So a
-part is complete, element by element, as soon as it is seen, and what is read needs no order among other memory.
+whether they are there: an empty one holds `EMPTY`, a NaN that no arithmetic gives. So a part is complete, element by
+element, as soon as it is seen, and what is read needs no order among other memory.
 
-Programs wait only for those with the next numbers, which are started with or right after them; those do their share
-of the tile first. Slots are empty between launches, and the launches of a device run one after another. `joint` says
-why ranks can do the same.
+Programs wait only for those with the next numbers, which do their share of the tile first. These are on the card at the
+same time, or come next: it starts programs in the order of their numbers, and always has room for a few. Slots are empty
+between launches, and the launches of a device run one after another. `joint` says why ranks can do the same.
 """
 
 from triton.experimental import gluon
