@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 EARN, EARN_MOST = 0.0185, 0.0305  # of plain decoding's time may be spent on looks: ordinarily, and where they are dear
+DEAR = 0.45  # looks that cost more are paid at the ordinary rate: no rate lets them be frequent
 LOOK_EVERY = 12  # plain steps between two looks, if that costs EARN_MOST at most
 EARN_NEW = 0.15  # a stream that begins may be looked at sooner
 MOST_AT_START, MOST_CREDIT = 1.6, 6.0  # what may be lost at first, and at any time after gains
@@ -42,11 +43,12 @@ class Account:
 
     def affords_look(self, loss: float, staked: float) -> bool:
         """Whether a look that loses this much can be paid, beside one under way."""
-        return min((1.0 + RESERVE) * loss, max(loss, MOST_SAVED)) <= self.saved - staked
+        whole = min((1.0 + RESERVE) * loss, max(loss, MOST_SAVED))
+        return loss <= self.saved - staked and whole <= self.total - staked
 
     def plain(self, look: float) -> None:
         """A plain step was taken; look: what the next look would lose."""
-        earned = min(max(EARN, look / LOOK_EVERY), EARN_MOST)
+        earned = min(max(EARN, look / LOOK_EVERY), EARN_MOST) if look <= DEAR else EARN
         if self.owed > 0.0:
             self.owed -= earned - EARN
             earned = EARN

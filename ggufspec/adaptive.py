@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import combinations
 from math import inf
 from typing import Any
@@ -32,6 +33,9 @@ CLOSE_AT_FIRST, FEW = 1.5, 10  # or while plain steps were few, less than this
 FORCED_TIMES = 3  # steps of each kind when times are taken at the start
 FIRST_N = 3  # the first width that is timed beside plain steps: the longest up to here, or the shortest there is
 FIRST_TRIES = 4  # of a drafter that has nothing to say at first
+FIRST_LOOKS = 2  # at a drafter of which nothing is known: one may come to nothing
+TRY_EVERY = 8  # steps between two tries of a width without a time beside the one in use,
+WORTH_A_TRY = 1.1  # which would promise this much more if it took no longer than a narrower one
 MEMBER_EVERY = 32  # steps between two tries of a drafter that is not in use
 SPEAKS_PRIOR = 0.8  # chance that a drafter has a draft, before it was asked
 FORGET_SPEAKS = 0.9
@@ -51,7 +55,7 @@ class Choice:
     def plain(cls, batch: int) -> Choice:
         return cls(0, [0] * batch, [()] * batch)
 
-    @property
+    @cached_property
     def asked(self) -> tuple[int, ...]:
         return tuple(sorted({m for members in self.members for m in members})) if self.n else ()
 
@@ -69,9 +73,12 @@ class Adaptive:
         self.widths = sorted({n for n in LENGTHS if n < top and (n == 0 or n >= n_min)} | {0, top})
         self.costs = Costs()
         self.jobs: list[int] = []  # the streams of the last step
-        self.worth = Worth.fresh(0, len(self.n_max), top)
+        self._row: dict[int, int] = {}  # of each of them
+        # what drafts are worth to each stream; last, over all streams: what a new one is expected to be like
+        self.worth = Worth.fresh(1, len(self.n_max), top)
         self.speaks = np.zeros((0, len(self.n_max)))  # chance that a drafter has a draft when asked, per stream
-        self.pool = Worth.fresh(1, len(self.n_max), top)  # over all streams: what a new one is expected to be like
+        # the same over all streams; drafters on the device always have one, but for what --spec-draft-p-min cuts
+        self.pool_speaks = np.full(len(self.n_max), SPEAKS_PRIOR if can_be_silent else 1.0)
         self.account = Account()  # what may be lost against plain decoding
         self.choice: Choice | None = None
         self.n_steps = 0
@@ -81,9 +88,13 @@ class Adaptive:
         self._turn = 0
         self._n_since_plain = 0
         self._promise = 1.0  # tokens a millisecond of the best step with drafts, of those without
+        self._timed: set[tuple[int, int]] = set()  # streams and limits for which first times are known
         self.stake = 0.0  # in plain steps: what the next look at drafts costs
         self._asked: dict[int, int] = {}  # first tries of each drafter
+        self._looks: dict[int, int] = {}  # first looks at each drafter
         self._shown = -1
+        self._limits: tuple[list[int], np.ndarray] = ([], np.zeros((0, 0), dtype=int))  # see _drafted
+        self._inner = {subset: [s for s in self.subsets if set(s) <= set(subset)] for subset in self.subsets}
 
     # -- before a step -----------------------------------------------------------------------------------------
 
@@ -109,11 +120,16 @@ class Adaptive:
         if self.forced:
             n, members = self.forced.popleft()
             return self._uniform(n, members, most) if n else plain
-        first = self._unmeasured(jobs, most)
-        if first is not None:
-            return first
+        widest = max(most)
+        if (batch, widest) not in self._timed:
+            first = self._unmeasured(batch, most)
+            if first is not None:
+                return first
+            if self.costs.known(batch, 0, 0):
+                self._timed.add((batch, widest))
         base = self.costs.of(batch, 0, 0)
-        self.account.open(self.costs.of(batch, 1, self._first_width(0, max(most))) / base)
+        if not self.account.is_open:
+            self.account.open(self.costs.of(batch, 1, self._first_width(0, widest)) / base)
         staked = 0.0 if pending is None else self._loss(batch, pending, base)
         best = self._best(jobs, most, self.account.total - staked)
         if self._n_since_plain >= PLAIN_EVERY:
@@ -121,12 +137,17 @@ class Adaptive:
             if self._promise < (CLOSE if is_sure else CLOSE_AT_FIRST):
                 return plain
         if best.n == 0:
+            first = self._first_look(batch, most, base) if pending is None or pending.n == 0 else None
+            if first is not None:
+                return first
             look = self._probe(jobs, most)
             if look is None:
                 return plain
             self.stake = self._loss(batch, look, base)
             is_look = pending is not None and pending.is_probe
             return look if self.account.affords_look(self.stake, staked if is_look else 0.0) else plain
+        if self.n_steps % TRY_EVERY == 0:
+            best = self._untimed(jobs, most, best, self.account.credit - staked)
         if len(self.n_max) > 1 and self.n_steps % MEMBER_EVERY == 0:
             return self._other_member(jobs, most, best)
         return best
@@ -136,22 +157,25 @@ class Adaptive:
         jobs = list(jobs)
         if jobs == self.jobs:
             return
-        known = {job: row for row, job in enumerate(self.jobs)}
+        known, pool = self._row, len(self.jobs)
         n_new = sum(job not in known for job in jobs)
-        fresh = iter(range(len(self.jobs), len(self.jobs) + n_new))
+        fresh = iter(range(pool, pool + n_new))
         rows = [known[job] if job in known else next(fresh) for job in jobs]
-        self.worth = self.worth.joined(self.pool.take([0] * n_new).softened()).take(rows)
-        self.speaks = np.concatenate([self.speaks, np.full((n_new, len(self.n_max)), SPEAKS_PRIOR)])[rows]
+        news = self.worth.take([pool] * n_new).softened()
+        whole = self.worth.joined(news)
+        self.worth = whole.take([row if row < pool else row + 1 for row in rows] + [pool])
+        self.speaks = np.concatenate([self.speaks, np.tile(self.pool_speaks, (n_new, 1))])[rows]
         self.jobs = jobs
+        self._row = {job: row for row, job in enumerate(jobs)}
         self.account.new_streams(n_new / len(jobs))
 
     def _loss(self, batch: int, choice: Choice, base: float) -> float:
         """In plain steps: what the step costs too much if no draft is right."""
         return self.costs.of(batch, _key(choice.asked), choice.n) / base - 1.0
 
-    def _unmeasured(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
+    def _unmeasured(self, batch: int, most: Sequence[int]) -> Choice | None:
         """Before anything is known: plain steps and short drafts of each drafter."""
-        costs, batch = self.costs, len(jobs)
+        costs = self.costs
         if costs.is_first(batch) and (not costs.ms or costs.is_seen(batch, 0, 0)):
             if not costs.known(batch, 0, 0):
                 return Choice.plain(batch)
@@ -173,39 +197,92 @@ class Adaptive:
     def _best(self, jobs: Sequence[int], most: Sequence[int], budget: float) -> Choice:
         """The width and drafters with the most expected tokens a millisecond, of those whose failure can be paid."""
         batch, base = len(jobs), self.costs.of(len(jobs), 0, 0)
-        best, best_rate = Choice.plain(batch), PLAIN * batch / base
+        best_rate = PLAIN * batch / base
+        best: tuple[int, tuple[int, ...], int] | None = None
         now = self.choice.n if self.choice is not None and not self.choice.is_probe else -1
-        limits = np.asarray(most)
-        expected = {subset: self._expected(subset) for subset in self.subsets}
-        for subset in self.subsets:
-            inner = [s for s in self.subsets if set(s) <= set(subset)]
-            for n in self.widths[1:]:
-                cost = self.costs.of(batch, _key(subset), n)
-                if n > limits.max() or cost / base - 1.0 > budget:
+        widest = max(most)
+        ways = {s: self._drafted(s, most) for s in self.subsets}
+        of: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray | None]] = {}
+        for subset, inner in self._inner.items():
+            of[subset] = tokens, which = _most_of([ways[s][0] for s in inner])
+            sums = np.add.reduce(tokens, axis=1).tolist()
+            key = _key(subset)
+            for i, n in enumerate(self.widths):
+                if n == 0:
+                    continue
+                cost = self.costs.of(batch, key, n)
+                if n > widest or cost / base - 1.0 > budget:
                     break
-                tokens = np.stack([expected[s][0][np.arange(batch), np.minimum(n, limits)] for s in inner])
-                which = tokens.argmax(axis=0)
                 if self.can_be_silent:
-                    silences = np.stack([expected[s][1] for s in inner])[which, np.arange(batch)]
+                    rows = which[i] if which is not None else np.zeros(batch, dtype=int)
+                    silences = np.stack([ways[s][1] for s in inner])[rows, np.arange(batch)]
                     cost += silences.prod() * (base - cost)
-                cost += self.costs.newness(batch, _key(subset), n)
-                rate = tokens.max(axis=0).sum() / cost * (STAY if n == now else 1.0)
+                cost += self.costs.newness(batch, key, n)
+                rate = sums[i] / cost * (STAY if n == now else 1.0)
                 if rate > best_rate:
-                    best = Choice(n, [min(n, limit) for limit in most], [inner[i] for i in which])
-                    best_rate = rate
+                    best, best_rate = (n, subset, i), rate
         self._promise = best_rate * base / batch
+        if best is None:
+            return Choice.plain(batch)
+        n, subset, i = best
+        inner, which = self._inner[subset], of[subset][1]
+        members = [subset] * batch if which is None else [inner[w] for w in which[i]]
+        return Choice(n, [min(n, limit) for limit in most], members)
+
+    def _drafted(self, subset: tuple[int, ...], most: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Mean tokens of every stream with these drafters [widths, streams], each stream within its own limit; and the
+        chance that none of them has a draft [streams]."""
+        if self._limits[0] != most:
+            own = np.minimum(np.array(self.widths)[:, None], np.array(most)[None])
+            self._limits = list(most), own
+        tokens, silent = self._expected(subset)
+        return tokens[np.arange(len(most)), self._limits[1]], silent
+
+    def _untimed(self, jobs: Sequence[int], most: Sequence[int], best: Choice, budget: float) -> Choice:
+        """Steps do not get dearer in proportion to their width, so the line through its neighbours may be wrong about a
+        width that was never timed. The one beside the best instead of it, if that could win much and can be paid."""
+        batch, key, at = len(jobs), _key(best.asked), self.widths.index(best.n)
+        near = [i for i in (at + 1, at - 1) if 0 < i < len(self.widths) and self.widths[i] <= max(most)]
+        near = [i for i in near if not self.costs.known(batch, key, self.widths[i])]
+        if not near:
+            return best
+        base = self.costs.of(batch, 0, 0)
+        sums = self._drafted(best.asked, most)[0].sum(axis=1)
+        least = WORTH_A_TRY * sums[at] / self.costs.of(batch, key, best.n)
+        for i in near:
+            n, narrower = self.widths[i], self.widths[:i]
+            ms = max(self.costs.of(batch, key, w) for w in narrower if self.costs.known(batch, key, w))
+            is_promising = sums[i] / (ms + self.costs.newness(batch, key, n)) > least
+            if is_promising and self.costs.of(batch, key, n) / base - 1.0 <= budget:
+                return self._uniform(n, best.asked, most)
         return best
 
     def _expected(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Of every stream, when `members` are asked in this order until one has a draft: mean tokens of a step
         [streams, 1 + positions], and the chance that none has [streams]."""
-        tokens = self.worth.tokens()
+        tokens = self.worth.tokens()[:-1]
+        if len(members) == 1:
+            speaks = self.speaks[:, members[0]]
+            return 1.0 + speaks[:, None] * (tokens[:, members[0]] - 1.0), 1.0 - speaks
         silent = np.ones(len(self.jobs))
         total = np.zeros(tokens.shape[::2])
         for m in members:
             total += (silent * self.speaks[:, m])[:, None] * tokens[:, m]
             silent = silent * (1.0 - self.speaks[:, m])
         return total + silent[:, None], silent
+
+    def _first_look(self, batch: int, most: Sequence[int], base: float) -> Choice | None:
+        """The cheapest step with a drafter of which no draft was ever verified: paid by what may be lost at first, as
+        no plain step will say what such a drafter is worth."""
+        for m, n_max in enumerate(self.n_max):
+            widths = [n for n in self.widths[1:] if n <= min(max(most), n_max)]
+            if not widths or self._looks.get(m, 0) == FIRST_LOOKS or self.worth.tried[-1, m].any():
+                continue
+            look = self._uniform(min(widths, key=lambda n: self.costs.of(batch, _key((m,)), n)), (m,), most)
+            if self._loss(batch, look, base) <= self.account.credit:
+                self._looks[m] = self._looks.get(m, 0) + 1
+                return look
+        return None
 
     def _probe(self, jobs: Sequence[int], most: Sequence[int]) -> Choice | None:
         """A look at what drafting would give, with each drafter in turn: the cheapest width, so that looks are
@@ -240,8 +317,8 @@ class Adaptive:
     def forget_texts(self) -> None:
         """Keep the times, forget the rest: what was decoded so far were no texts."""
         top = self.worth.right.shape[-1]
-        self.worth, self.pool = Worth.fresh(0, len(self.n_max), top), Worth.fresh(1, len(self.n_max), top)
-        self.speaks, self.jobs = self.speaks[:0], []
+        self.worth = Worth.fresh(1, len(self.n_max), top)
+        self.speaks, self.jobs, self._row, self._looks = self.speaks[:0], [], {}, {}
         self.account, self.choice = Account(), None
         self.forced.clear()
 
@@ -258,7 +335,7 @@ class Adaptive:
         if choice.n > 0:
             self._learn(jobs, choice, n_drafted, n_accepted, sources)
         else:
-            self.worth.age()
+            self.worth.age(len(self.jobs))
         base, cost = self.costs.of(batch, 0, 0), self.costs.of(batch, asked, width)
         if inf in (base, cost):
             return
@@ -273,25 +350,41 @@ class Adaptive:
 
     def _learn(self, jobs: Sequence[int], choice: Choice, n_drafted: Sequence[int], n_accepted: Sequence[int],
                sources: Sequence[int]) -> None:
-        rows = {job: row for row, job in enumerate(self.jobs)}
+        n_max, pool, rows = self.worth.right.shape[-1], len(self.jobs), self._row
         asked = [b for b, job in enumerate(jobs) if job in rows and choice.lengths[b] > 0]  # others ended with the step
-        for b in asked:
-            for m in choice.members[b]:
-                spoke, row = n_drafted[b] > 0 and m == sources[b], rows[jobs[b]]
-                self.speaks[row, m] += (1.0 - FORGET_SPEAKS) * (spoke - self.speaks[row, m])
-                if spoke:
-                    break
+        self._hear([rows[jobs[b]] for b in asked], [choice.members[b] for b in asked],
+                   [sources[b] if n_drafted[b] > 0 else -1 for b in asked])
         drafted = [b for b in asked if n_drafted[b] > 0]
         if not drafted:
             return
-        by = np.array([sources[b] for b in drafted])
-        n_max = self.worth.right.shape[-1]
         # of the length that was asked for: a draft that ended before is as good as one that was wrong there
-        tried, right = counts([choice.lengths[b] for b in drafted], [n_accepted[b] for b in drafted], n_max)
-        self.worth.record([rows[jobs[b]] for b in drafted], by, tried, right)
-        members_seen = np.unique(by)
-        summed = [np.stack([counted[by == m].sum(axis=0) for m in members_seen]) for counted in (tried, right)]
-        self.pool.record([0] * len(members_seen), members_seen, *summed)
+        outcomes = counts([choice.lengths[b] for b in drafted], [n_accepted[b] for b in drafted], n_max)
+        if len(self.n_max) == 1 and list(jobs) == self.jobs and len(drafted) == pool:
+            summed = np.add.reduce(outcomes, axis=1, keepdims=True)
+            self.worth.record(None, (), np.concatenate((outcomes, summed), axis=1))
+            return
+        by = np.array([sources[b] for b in drafted])
+        seen = np.unique(by)
+        summed = np.stack([outcomes[:, by == m].sum(axis=1) for m in seen], axis=1)
+        streams = [rows[jobs[b]] for b in drafted] + [pool] * len(seen)
+        self.worth.record(streams, np.concatenate((by, seen)), np.concatenate((outcomes, summed), axis=1))
+
+    def _hear(self, rows: list[int], members: list[tuple[int, ...]], spoke: list[int]) -> None:
+        """Who had a draft when asked, -1: nobody. Members are asked in order until one has."""
+        rate = 1.0 - FORGET_SPEAKS
+        if len(self.n_max) == 1:  # the same at once
+            had = np.array(spoke) == 0
+            if not had.all() or self.pool_speaks[0] < 1.0 or self.speaks.min() < 1.0:
+                self.speaks[rows, 0] += rate * (had - self.speaks[rows, 0])
+                self.pool_speaks[0] += rate * (had.mean() - self.pool_speaks[0])
+            return
+        for row, asked, speaker in zip(rows, members, spoke):
+            for m in asked:
+                is_heard = m == speaker
+                self.speaks[row, m] += rate * (is_heard - self.speaks[row, m])
+                self.pool_speaks[m] += rate / len(rows) * (is_heard - self.pool_speaks[m])
+                if is_heard:
+                    break
 
     # -- what is shown -----------------------------------------------------------------------------------------
 
@@ -317,6 +410,15 @@ def adaptive_for(drafter: Any, n_min: int = 0) -> Adaptive:
     return Adaptive([member.n_max for member in members], n_min, can_be_silent=not drafter.capturable)
 
 
-def _key(members: Sequence[int]) -> int:
+def _most_of(ways: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+    """The best of several ways [widths, streams] everywhere, and which that is; None: there is one."""
+    if len(ways) == 1:
+        return ways[0], None
+    every = np.stack(ways)
+    return every.max(axis=0), every.argmax(axis=0)
+
+
+@lru_cache(maxsize=1024)
+def _key(members: tuple[int, ...]) -> int:
     """A set of drafters as bits; 0: a plain step."""
     return sum(1 << m for m in set(members))

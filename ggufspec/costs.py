@@ -28,9 +28,19 @@ class Costs:
     n_seen: dict[tuple[int, int, int], int] = field(default_factory=dict)
     capture_ms: float = inf  # what the first step of a width costs beyond the step: the least of what looked like it
     _odd: set[tuple[int, int, int]] = field(default_factory=set)  # the last time was an outlier
+    # what was asked since the last time came in, and sizes, as long as `entries` is the same
+    _answers: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    _lines: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
+    _sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+    _sizes_of: Callable[[int, int], int] | None = None
 
     def record(self, batch: int, members: int, n: int, ms: float) -> None:
         """The first time of a key is dropped: it compiles or captures. `members` is 0 where n is."""
+        self._take(batch, members, n, ms)
+        self._answers.clear()
+        self._lines.clear()
+
+    def _take(self, batch: int, members: int, n: int, ms: float) -> None:
         key = self._key(batch, members, n)
         self.n_seen[key] = self.n_seen.get(key, 0) + 1
         if self.n_seen[key] == 1:
@@ -58,12 +68,25 @@ class Costs:
         new = self.ms[key] = old + rate * (min(ms, OUTLIER * old) - old)
         if rate > RATE:  # it settles, nothing has changed
             return
+        change = (new / old) ** 0.5
         for other in self.ms:  # half of a lasting change is the machine's or the context's: it concerns all lengths
             if other[0] == key[0] and other != key:
-                self.ms[other] *= (new / old) ** 0.5
+                self.ms[other] *= change
+
+    def _size(self, batch: int, n: int) -> int:
+        """`entries`, remembered."""
+        if self._sizes_of is not self.entries:
+            self._sizes_of = self.entries
+            self._sizes.clear()
+            self._answers.clear()
+            self._lines.clear()
+        size = self._sizes.get((batch, n))
+        if size is None:
+            size = self._sizes[batch, n] = self.entries(batch, n)
+        return size
 
     def _key(self, batch: int, members: int, n: int) -> tuple[int, int, int]:
-        return self.entries(batch, n), members if n else 0, n
+        return self._size(batch, n), members if n else 0, n
 
     def _look_for_capture(self, ms: float, expected: float) -> None:
         if OUTLIER * expected < ms:
@@ -77,7 +100,7 @@ class Costs:
 
     def shown(self, batch: int) -> str:
         """The measured widths of a number of streams, with any drafters."""
-        rows = sorted((n, ms) for (size, _, n), ms in self.ms.items() if size == self.entries(batch, n))
+        rows = sorted((n, ms) for (size, _, n), ms in self.ms.items() if size == self._size(batch, n))
         return ", ".join(f"{n} drafted {ms:.2f} ms" for n, ms in rows) or "none"
 
     def known(self, batch: int, members: int, n: int) -> bool:
@@ -90,20 +113,27 @@ class Costs:
     def n_steps(self, batch: int, members: int) -> int:
         """Steps of this size with these drafters, of any width."""
         every = self.n_seen.items()
-        return sum(seen for (size, m, n), seen in every if m == members and size == self.entries(batch, n))
+        return sum(seen for (size, m, n), seen in every if m == members and size == self._size(batch, n))
 
     def is_first(self, batch: int) -> bool:
         """Whether nothing is measured but steps of this size."""
-        return all(size == self.entries(batch, n) for size, _, n in self.ms)
+        return all(size == self._size(batch, n) for size, _, n in self.ms)
 
     def of(self, batch: int, members: int, n: int) -> float:
         """Expected milliseconds; inf when nothing at all is known."""
+        key = (batch, members, n)
+        if self._sizes_of is not self.entries or key not in self._answers:
+            answer = self._of(batch, members, n)  # clears the answers where sizes have changed
+            self._answers[key] = answer
+        return self._answers[key]
+
+    def _of(self, batch: int, members: int, n: int) -> float:
         members = members if n else 0
         found = self.ms.get(self._key(batch, members, n))
         if found is not None and n > 0:
             return found
         if found is not None:  # a plain step does not take longer than one with drafts: its time would be an accident
-            return min(ms for (size, _, n), ms in self.ms.items() if size == self.entries(batch, n))
+            return min(ms for (size, _, n), ms in self.ms.items() if size == self._size(batch, n))
         line = self._line(batch, members)
         if len(line) > 1:
             return _on_line(line, n)
@@ -116,12 +146,16 @@ class Costs:
 
     def _line(self, batch: int, members: int) -> dict[int, float]:
         """Measured widths of one number of streams and set of drafters, the plain step included."""
-        every = self.ms.items()
-        return {n: ms for (size, m, n), ms in every if m in (members, 0) and size == self.entries(batch, n)}
+        line = self._lines.get((batch, members))
+        if line is None:
+            every, these = self.ms.items(), (members, 0)
+            line = {n: ms for (size, m, n), ms in every if m in these and size == self._size(batch, n)}
+            self._lines[batch, members] = line
+        return line
 
     def _like(self, batch: int, members: int, n: int) -> float:
         """From the nearest size that is measured better, scaled by a width that both know."""
-        here, mine = self._line(batch, members), self.entries(batch, n)
+        here, mine = self._line(batch, members), self._size(batch, n)
         for other in sorted({size for size, _, _ in self.ms}, key=lambda size: abs(size - mine)):
             line = {n: ms for (size, m, n), ms in self.ms.items() if size == other and m in (members, 0)}
             if len(line) > 1 or n in line:
