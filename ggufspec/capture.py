@@ -6,11 +6,14 @@ outputs of another graph of the pool are read where they lie. A stage whose next
 events are read is captured twice, and the two graphs take turns.
 
 Steps of any number of streams go through the graphs of a few sizes: `n_entries` says how many entries a step has.
+A graph can also be captured ahead of its first run (`capture`), with arguments for which the stage changes nothing.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +24,10 @@ from torch import Tensor
 
 from .kernels.matmul.cuda import NARROW_TOKENS
 
+log = logging.getLogger(__name__)
+
 WARM_UP_RUNS = 2  # first calls compile kernels and fill caches, which cannot be captured
+SPARE_BYTES = 1 << 30  # free memory of a device that graphs which can be done without leave alone
 
 
 def n_entries(n_streams: int, n_rows: int, n_slots: int) -> int:
@@ -81,14 +87,7 @@ class Graphs:
         always is. in_turns: capture two graphs, each run with every other call. n_warm_up: runs before a capture, which
         change nothing. Arguments on the host have to be page-locked and stay as they are until the device has run.
         """
-        places = tuple(a.data_ptr() if a.data_ptr() in self._fixed else 0 for a in arguments)
-        key = (name, places, tuple((a.shape, a.dtype) for a in arguments))
-        entry = self.captured.get(key)
-        if entry is None:
-            entry = self._capture(str(name), stage, arguments, 2 if in_turns else 1, n_warm_up)
-            self.captured[key] = entry
-            self._names.add(name)
-            self._fixed.update(t.data_ptr() for _, outputs in entry.graphs for t in tensors_of(outputs))
+        entry = self._entry(name, stage, arguments, 2 if in_turns else 1, n_warm_up)
         known = [*versions, *[None] * (len(arguments) - len(versions))]
         for i, (buffer, argument) in enumerate(zip(entry.inputs, arguments)):
             is_there = known[i] is not None and known[i] == entry.versions[i]
@@ -100,14 +99,41 @@ class Graphs:
         graph.replay()
         return outputs
 
+    def capture(self, name: Hashable, stage: Callable[..., Any], arguments: tuple[Tensor, ...], *,
+                in_turns: bool = False) -> None:
+        """Capture what `run` will find. With these arguments the stage must change nothing but its results; its kernels
+        have been launched before, for other shapes at least."""
+        self._entry(name, stage, arguments, 2 if in_turns else 1, 1, is_harmless=True)
+
+    def names(self) -> Iterator[Hashable]:
+        return iter(self._names)
+
+    def has_room(self) -> bool:
+        """Whether the device has memory for a graph that can be done without."""
+        return self.device.type != "cuda" or torch.cuda.mem_get_info(self.device)[0] >= SPARE_BYTES
+
+    def _entry(self, name: Hashable, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int,
+               n_warm_up: int, is_harmless: bool = False) -> Captured:
+        places = tuple(a.data_ptr() if a.data_ptr() in self._fixed else 0 for a in arguments)
+        key = (name, places, tuple((a.shape, a.dtype) for a in arguments))
+        entry = self.captured.get(key)
+        if entry is None:
+            began = time.perf_counter()
+            entry = self._capture(str(name), stage, arguments, n_graphs, n_warm_up, is_harmless)
+            self.captured[key] = entry
+            self._names.add(name)
+            self._fixed.update(t.data_ptr() for _, outputs in entry.graphs for t in tensors_of(outputs))
+            log.debug("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - began))
+        return entry
+
     def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int,
-                 n_warm_up: int) -> Captured:
+                 n_warm_up: int, is_harmless: bool) -> Captured:
         if self.on_capture is not None:
             self.on_capture(name)
         inputs = tuple(
             a if a.data_ptr() in self._fixed else torch.empty_like(a, device=self.device).copy_(a) for a in arguments
         )
-        kept = [(t, t.clone()) for t in self.mutable()]
+        kept = [] if is_harmless else [(t, t.clone()) for t in self.mutable()]
         # One for all captures: the library keeps memory of its own for every stream that it has worked on.
         self._stream = stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -120,18 +146,33 @@ class Graphs:
                     tensor.copy_(copy)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
+        if not self.has_room():
+            torch.cuda.empty_cache()  # a graph's pool cannot take what the allocator keeps for others
         before = torch.cuda.memory_reserved(self.device)
         graphs = []
-        for _ in range(n_graphs):
-            graph = torch.cuda.CUDAGraph()
-            # On a stream of this device: PyTorch's own for captures is on whichever was current the first time.
-            with without_collection(), torch.cuda.graph(
-                graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                outputs = stage(*inputs)
-            graphs.append((graph, outputs))
+        with without_collection():
+            for _ in range(n_graphs):
+                graph = torch.cuda.CUDAGraph()
+                with recorded(graph, self.pool, stream):
+                    outputs = stage(*inputs)
+                graphs.append((graph, outputs))
         self.n_bytes += torch.cuda.memory_reserved(self.device) - before
         return Captured(inputs, graphs, versions=[None] * len(inputs))
+
+
+@contextmanager
+def recorded(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
+    """What is launched inside becomes the graph's.
+
+    `torch.cuda.graph` without what it does before: it returns all memory that the allocators of host and device keep,
+    which the next steps have to ask for again, and its own stream is on whichever device was current the first time.
+    """
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 @contextmanager

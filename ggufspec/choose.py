@@ -20,6 +20,7 @@ from .kernels.select import argmax
 from .rows import Rows
 from .sampling import RowParams, SamplerState, SamplingParams, bind, sample_rows
 from .sampling import device as device_sampling
+from .sampling.device import n_candidates
 from .slot import Slot
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ MAX_BIASES = 1024  # logit biases of a request that the simple path takes
 PADDING = SamplingParams(temperature=0.0)  # of entries whose choices nobody reads
 
 
+Sampled = tuple[int, int]  # the shape of a plan, see there
+
+
 @dataclass(frozen=True)
 class Plan:
     """Sampling that needs nothing but logits, positions and these tensors.
@@ -65,6 +69,11 @@ class Plan:
         return 0 if self.bias is None else self.bias[0].shape[1]
 
     @property
+    def shape(self) -> Sampled:
+        """(candidates to sample from, 0 where every row takes the maximum; biased tokens a row)"""
+        return 0 if self.params is None else self.n_candidates, self.n_biases
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         own = () if self.params is None else tuple(getattr(self.params, f.name) for f in fields(self.params))
         return (*own, *(self.bias or ()))
@@ -73,6 +82,12 @@ class Plan:
         """The same plan reading its parameters from other tensors (a graph's input buffers)."""
         own, bias = (tensors[:-2], (tensors[-2], tensors[-1])) if self.bias is not None else (tensors, None)
         return Plan(None if self.params is None else RowParams(*own), self.n_candidates, bias)
+
+
+def is_simple(params: SamplingParams) -> bool:
+    """Whether the simple path serves a request that samples like this."""
+    p = params
+    return p.on_device and not p.penalizes and not p.n_probs and len(p.logit_bias) <= MAX_BIASES
 
 
 class Chooser:
@@ -85,8 +100,8 @@ class Chooser:
         self.is_eog = torch.zeros(n_vocab, dtype=torch.bool, device=device)
         if tokenizer.eog:
             self.is_eog[torch.tensor(sorted(tokenizer.eog), device=device)] = True
-        # jobs, and their plans by width and padding
-        self._plans: tuple[list[int], dict[tuple[int, int], Plan | None]] = [], {}
+        # jobs, the shape of their plans, and these by width, padding and what they are to cover
+        self._plans: tuple[list[int], Sampled | None, dict[tuple[int, int, Sampled], Plan | None]] = [], (0, 0), {}
 
     def bind(self, params: SamplingParams) -> SamplingParams:
         return bind(params, self.tokenizer)
@@ -147,40 +162,60 @@ class Chooser:
 
     # -- paths -------------------------------------------------------------------------------------------------
 
-    def plan(self, slots: Sequence[Slot], W: int, n_padding: int = 0) -> Plan | None:
+    def plan(self, slots: Sequence[Slot], W: int, n_padding: int = 0, least: Sampled = (0, 0)) -> Plan | None:
         """How these slots' rows can be sampled without the host, or None. Kept while the same jobs run.
 
-        n_padding: entries after the slots', of which any choice will do.
+        n_padding: entries after the slots', of which any choice will do. least: a `Plan.shape` that the plan's is to
+        cover; more candidates, and biases of nothing, change no choice.
         """
+        shape = self.sampled(slots)
+        if shape is None:
+            return None
+        plans, key = self._plans[2], (W, n_padding, least)
+        if key not in plans:
+            params = [slot.job.request.sampling for slot in slots if slot.job is not None] + [PADDING] * n_padding
+            plans[key] = self._make_plan(params, W, (max(shape[0], least[0]), max(shape[1], least[1])))
+        return plans[key]
+
+    def sampled(self, slots: Sequence[Slot]) -> Sampled | None:
+        """`Plan.shape` of what `plan` returns for these slots."""
         jobs = [slot.job for slot in slots if slot.job is not None]
         ids = [job.id for job in jobs]
         if self._plans[0] != ids:
-            self._plans = ids, {}
-        plans = self._plans[1]
-        key = W, n_padding
-        if key not in plans:
-            plans[key] = self._make_plan(slots, [job.request.sampling for job in jobs], W, n_padding)
-        return plans[key]
+            has_grammar = any(slot.grammar is not None for slot in slots)
+            self._plans = ids, None if has_grammar else self._shape([job.request.sampling for job in jobs]), {}
+        return self._plans[1]
 
-    def _make_plan(self, slots: Sequence[Slot], params: list[SamplingParams], W: int, n_padding: int) -> Plan | None:
-        simple = all(
-            p.on_device and not p.penalizes and not p.n_probs and len(p.logit_bias) <= MAX_BIASES for p in params
-        ) and all(slot.grammar is None for slot in slots)
-        if not simple:
+    def _shape(self, params: Sequence[SamplingParams]) -> Sampled | None:
+        if not all(map(is_simple, params)):
             return None
-        params = params + [PADDING] * n_padding
-        bias = self._biases([p.logit_bias for p in params], W)
-        if all(p.greedy for p in params):
+        longest = max(len(p.logit_bias) for p in params)
+        is_greedy = all(p.greedy for p in params)
+        # biases: a power of two, so that few numbers occur
+        return (
+            0 if is_greedy else max(n_candidates(p, self.n_vocab) for p in params),
+            1 << (longest - 1).bit_length() if longest else 0,
+        )
+
+    def _make_plan(self, params: Sequence[SamplingParams], W: int, shape: Sampled) -> Plan:
+        bias = self._biases([p.logit_bias for p in params], W, shape[1])
+        if shape[0] == 0:
             return Plan(None, 1, bias)
-        made = RowParams.of([p for p in params for _ in range(W)], self.device, self.n_vocab)
-        return Plan(made, made.n_candidates, bias)
+        return Plan(RowParams.of([p for p in params for _ in range(W)], self.device, self.n_vocab), shape[0], bias)
 
-    def _biases(self, biases: Sequence[tuple[tuple[int, float], ...]], W: int) -> tuple[Tensor, Tensor] | None:
-        """Token ids and biases [R, K] of all rows; K is a power of two, so that few widths occur."""
-        longest = max(map(len, biases))
-        if longest == 0:
+    def blank(self, n_rows: int, shape: Sampled) -> Plan:
+        """A plan of this shape (see `Plan.shape`), of rows whose choices nobody reads."""
+        return self._make_plan([PADDING] * n_rows, 1, shape)
+
+    def shape_of(self, params: SamplingParams) -> Sampled | None:
+        """`Plan.shape` of a request that asks for this sampling; None when the host takes part."""
+        return self._shape([self.bind(params)])
+
+    def _biases(self, biases: Sequence[tuple[tuple[int, float], ...]], W: int, K: int
+                ) -> tuple[Tensor, Tensor] | None:
+        """Token ids and biases [R, K] of all rows."""
+        if K == 0:
             return None
-        K = 1 << (longest - 1).bit_length()
         rows = [list(entries) + [(0, 0.0)] * (K - len(entries)) for entries in biases for _ in range(W)]
         ids = torch.tensor([[token for token, _ in row] for row in rows], device=self.device)
         return ids, torch.tensor([[value for _, value in row] for row in rows], device=self.device)

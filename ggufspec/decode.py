@@ -11,7 +11,8 @@ before it are read (`can_follow`): what it begins with then stands on the device
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn.functional import pad
 from .adaptive import Choice
 from .cache import Cache
 from .capture import Graphs, n_entries
-from .choose import Choices, Chooser, Plan
+from .choose import Choices, Chooser, Plan, Sampled
 from .drafters import Drafter
 from .drafters.mtp import Mtp
 from .drafters.owned import Owned
@@ -32,12 +33,25 @@ from .follow import Entry, SlotValues, StepInputs
 from .laps import Laps
 from .pinned import Pinned
 from .rows import Rows
+from .sampling import SamplingParams
+from .shapes import Lacks, Shape, covers, nearest, wishes
 from .slot import Slot
 from .speculate import accepted_prefix, lay_out
 
 if TYPE_CHECKING:
     from .models import Model, Output
     from .models.base import RunStage
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a step is taken."""
+
+    n: int  # drafted tokens
+    size: int  # entries, padding included
+    plan: Plan | None
+    shape: Shape | None  # of the graph that it goes through; None: launched as it is
+    wanted: Shape | None  # of the graph that it should have
 
 
 class Decoder:
@@ -67,6 +81,13 @@ class Decoder:
         self._turn = 0
         self._done: list[Any] = [None, None]  # events of the last steps of both turns
         self._accepted_rows: dict[int, int] = {}
+        # Whether a step captures what it needs at once. Otherwise (a server, once it is warm) it goes through the graph
+        # of a shape like its own, and what is missing is captured by `capture_one` or when it has cost enough.
+        self.is_on_demand = True
+        self.wishes: list[Shape] = []  # for `capture_one`, the next one first
+        self.lacks = Lacks()
+        self._sampling: Sampled = (0, 0)  # what the last step would have had
+        self._samplings: list[Sampled] = []  # that graphs are captured for, the narrowest first
 
     @property
     def is_on_host(self) -> bool:
@@ -85,13 +106,12 @@ class Decoder:
         Not when the host takes part in it, and not when its graph is still to be captured. Eager steps on a GPU are
         bound by the host anyway.
         """
-        size = self.n_entries(len(slots), n)
-        plan = self._plan(slots, n, size)
-        if not self.ahead or plan is None or self.is_on_host:
+        form = self._form(slots, n)
+        if not self.ahead or form.plan is None or self.is_on_host:
             return False
         if self.graphs is None:
             return self.device.type == "cpu"
-        return self.graphs.has(self._name(plan, size, n))
+        return form.shape is not None and self.graphs.has(form.shape) and not self._is_due(form)
 
     def launch(self, slots: Sequence[Slot], choice: Choice, rooms: Sequence[int], following: Flight | None = None
                ) -> Flight:
@@ -101,9 +121,19 @@ class Decoder:
         rooms[b]: drafted tokens that slot b has room for; slots of the flight that is followed have less by then.
         """
         began = time.perf_counter()
-        n = choice.n if self.drafter is not None else 0
-        size = self.n_entries(len(slots), n)
-        plan = self._plan(slots, n, size)
+        wanted = choice.n if self.drafter is not None else 0
+        form = self._form(slots, wanted)
+        if following is None and self._is_due(form):
+            assert form.wanted is not None
+            self.capture(form.wanted)
+            form = self._form(slots, wanted)
+        elif form.wanted is not None and form.shape != form.wanted:
+            self.lacks.went_without(form.wanted, form.shape)
+        n, size, plan = form.n, form.size, form.plan
+        if form.wanted is not None and form.wanted.stage == "step":
+            self._sampling = form.wanted.sampling
+        if n < wanted:
+            choice = replace(choice, n=n, lengths=[min(length, n) for length in choice.lengths])
         self._turn = 1 - self._turn
         if self._done[self._turn] is not None:
             self._done[self._turn].synchronize()  # as good as always past: its memory is used again
@@ -115,12 +145,13 @@ class Decoder:
         rows = SlotValues.table([*entries, *map(Entry.padding, self._others(slots, size - len(slots)))])
         table = self._filled("table", rows, torch.int64)
         uniforms = () if self.synthetic is None else (self._random_numbers(slots, n, size - len(slots)),)
-        if self.graphs is not None and plan is not None and self._is_whole:
+        if self.graphs is not None and form.shape is not None and form.shape.stage == "step":
+            assert plan is not None
             # A table of slots that all follow says nothing new, step after step.
             version = None if any(e.is_fresh for e in entries) else (tuple(rows[0]), tuple(rows[1]))
-            choices, summary, laps = self._captured(self.graphs, table, plan, uniforms, n, version)
+            choices, summary, laps = self._captured(self.graphs, form.shape, table, plan, uniforms, version)
         else:
-            choices, summary, laps = self._staged(table, plan, uniforms, slots, n)
+            choices, summary, laps = self._staged(table, plan, uniforms, slots, n, form.shape)
         jobs = [slot.job for slot in slots if slot.job is not None]
         host, done = self._sent(summary)
         return Flight(list(slots), jobs, choice, choices, host, laps, done, began)
@@ -182,15 +213,9 @@ class Decoder:
         """Whether one graph holds a step, sampling permitting, and not its verification alone."""
         return self.graphs is not None and not self.is_on_host
 
-    def n_entries(self, n_streams: int, n: int) -> int:
-        """Entries of a step with n drafted tokens, padding included: only captured ones have any."""
-        if self.graphs is None and self.run_stage is None:
-            return n_streams
-        return n_entries(n_streams, n + 1, self.cache.n_slots)
-
-    def _plan(self, slots: Sequence[Slot], n: int, size: int) -> Plan | None:
+    def _plan(self, slots: Sequence[Slot], n: int, size: int, sampling: Sampled = (0, 0)) -> Plan | None:
         """How a step's choices are made on the device; in a whole one those of its padding too."""
-        return self.chooser.plan(slots, n + 1, size - len(slots) if self._is_whole else 0)
+        return self.chooser.plan(slots, n + 1, size - len(slots) if self._is_whole else 0, sampling)
 
     def _others(self, slots: Sequence[Slot], n: int) -> list[int]:
         """n slots that have no part in the step: an entry of padding names one, and no slot stands there twice."""
@@ -208,14 +233,133 @@ class Decoder:
         self._done[self._turn] = done
         return host, done
 
-    def _name(self, plan: Plan, size: int, n: int) -> Hashable:
-        """Of the graph of a whole step; everything that its shapes follow from."""
-        n_uniforms = 0 if self.synthetic is None or self.drafter is None else n + self.drafter.n_max
-        return "step", n, size, plan.n_candidates, plan.params is not None, plan.n_biases, n_uniforms
+    # -- graphs ------------------------------------------------------------------------------------------------
 
-    def _captured(self, graphs: Graphs, table: Tensor, plan: Plan, uniforms: tuple[Tensor, ...], n: int,
+    def n_entries(self, n_streams: int, n: int) -> int:
+        """Entries of a step with n drafted tokens, padding included: only captured ones have any.
+
+        Those of the graph that it goes through, if steps like the last one have to be content with others' graphs.
+        """
+        size = self._own_entries(n_streams, n)
+        if self.graphs is None or self.is_on_demand or not self._is_whole:
+            return size
+        wanted = self._shape(self._sampling, n, size)
+        if self.graphs.has(wanted):
+            return size
+        found = nearest(self._shapes(), wanted, n_streams)
+        return found.size if found is not None and found.n == n else size
+
+    def has_graph(self, n_streams: int, n: int) -> bool:
+        """Whether a step of n_streams streams with n drafted tokens, sampled like the last one, costs no capture and is
+        not taken in another's place. True where nothing is captured."""
+        if self.graphs is None:
+            return True
+        return self.graphs.has(self._shape(self._sampling, n, self._own_entries(n_streams, n)))
+
+    def _own_entries(self, n_streams: int, n: int) -> int:
+        if self.graphs is None and self.run_stage is None:
+            return n_streams
+        return n_entries(n_streams, n + 1, self.cache.n_slots)
+
+    def _shape(self, sampling: Sampled | None, n: int, size: int) -> Shape:
+        """Of the graph of a step whose plan has this shape; of its verification alone if there is none, or if the host
+        drafts."""
+        if sampling is None or not self._is_whole:
+            return Shape("verify", n, size)
+        return Shape("step", n, size, *sampling, self.n_uniforms(n))
+
+    def n_uniforms(self, n: int) -> int:
+        """Random numbers of synthetic acceptance that an entry of a step is given."""
+        return 0 if self.synthetic is None or self.drafter is None else n + self.drafter.n_max
+
+    def _shapes(self) -> list[Shape]:
+        assert self.graphs is not None
+        return [name for name in self.graphs.names() if isinstance(name, Shape)]
+
+    def _form(self, slots: Sequence[Slot], n: int) -> Form:
+        size = self._own_entries(len(slots), n)
+        if self.graphs is None:
+            return Form(n, size, self._plan(slots, n, size), None, None)
+        sampling = self.chooser.sampled(slots)
+        wanted = self._shape(None if sampling is None else self._general(sampling), n, size)
+        if self.is_on_demand or self.graphs.has(wanted):
+            return Form(n, size, self._plan(slots, n, size, wanted.sampling), wanted, wanted)
+        found = nearest(self._shapes(), wanted, len(slots))
+        if found is None:
+            return Form(n, len(slots), self._plan(slots, n, len(slots)), None, wanted)
+        return Form(found.n, found.size, self._plan(slots, found.n, found.size, found.sampling), found, wanted)
+
+    def _general(self, sampling: Sampled) -> Sampled:
+        """What steps that are sampled like this have graphs for."""
+        return next((wider for wider in self._samplings if covers(wider, sampling)), sampling)
+
+    def _is_due(self, form: Form) -> bool:
+        """Whether the graph that the step lacks has been missed enough."""
+        return (
+            self.graphs is not None and form.wanted is not None and form.shape != form.wanted
+            and self.lacks.is_due(form.wanted) and self.graphs.has_room()
+        )  # fmt: skip
+
+    def serve(self, lengths: Sequence[int], sampling: Sequence[SamplingParams]) -> None:
+        """From now on no step waits for a capture that it can do without: see `is_on_demand`.
+
+        lengths: numbers of drafted tokens that steps will have; sampling: as requests will ask for it, beside greedy
+        choice. `capture_one` captures what they need; with biases, as requests that go on past the end of text have
+        them: the others get biases of nothing.
+        """
+        self.is_on_demand = False
+        sampling = [SamplingParams(temperature=0.0), *sampling]
+        # and as they are, where those with biases would be too slow for them
+        every = [*(replace(params, ignore_eos=True) for params in sampling), *sampling]
+        self._samplings = []
+        for shape in map(self.chooser.shape_of, every):
+            if shape is not None and not any(covers(other, shape) for other in self._samplings):
+                self._samplings = sorted([*self._samplings, shape])
+        stage, samplings = ("step", self._samplings[::-1]) if self._is_whole else ("verify", [(0, 0)])
+        self.wishes = wishes(stage, lengths, self.cache.n_slots, samplings, self.n_uniforms)
+
+    def capture_one(self) -> bool:
+        """Capture what is missed most, or else what is wished for next. False: nothing is left, or no memory for it.
+
+        Nothing that runs is touched. No step may be on its way.
+        """
+        if self.graphs is None or self.is_on_demand:
+            return False
+        self.wishes = [shape for shape in self.wishes if not self.graphs.has(shape)]
+        shape = self.lacks.worst() or next(iter(self.wishes), None)
+        if shape is None or not self.graphs.has_room():
+            return False
+        self.capture(shape)
+        return True
+
+    def capture(self, shape: Shape) -> None:
+        """The graph of a shape, on entries that are all padding: it changes nothing. No step may be on its way."""
+        assert self.graphs is not None
+        self.lacks = Lacks()  # not another one soon
+        n, size = shape.n, shape.size
+        if shape.stage == "step":
+            table = torch.tensor(SlotValues.table([Entry.padding(i) for i in range(size)]))
+            plan = self.chooser.blank(shape.n_rows, shape.sampling)
+            uniforms = [torch.zeros(size, shape.n_uniforms, dtype=torch.float64)] * (shape.n_uniforms > 0)
+            step = self._step(self.graphs, plan, n)
+            self.graphs.capture(shape, step, (table, *plan.tensors, *uniforms), in_turns=self.ahead)
+        else:
+            slots = torch.arange(size, device=self.device)
+            zero = torch.zeros_like(slots)
+            self.graphs.capture(shape, self._verify, (slots, zero, zero - 1, zero.new_zeros(size, n), zero - 1))
+
+    def _captured(self, graphs: Graphs, shape: Shape, table: Tensor, plan: Plan, uniforms: tuple[Tensor, ...],
                   version: Hashable) -> tuple[Choices, Tensor, Laps]:
         """The whole step as one graph."""
+        versions = (version, *(plan.serial for _ in plan.tensors))
+        tokens, summary, laps = graphs.run(
+            shape, self._step(graphs, plan, shape.n), (table, *plan.tensors, *uniforms), versions=versions,
+            in_turns=self.ahead,
+        )  # fmt: skip
+        return Choices(tokens), summary, laps
+
+    def _step(self, graphs: Graphs, plan: Plan, n: int) -> Callable[..., tuple[Tensor, Tensor, Laps]]:
+        """The whole step as a function of its table, its plan's tensors and its random numbers."""
         n_params = len(plan.tensors)
 
         def step(table: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Laps]:
@@ -234,15 +378,10 @@ class Decoder:
             laps.mark()
             return tokens, summary, laps
 
-        name = self._name(plan, table.shape[1], n)
-        versions = (version, *(plan.serial for _ in plan.tensors))
-        tokens, summary, laps = graphs.run(
-            name, step, (table, *plan.tensors, *uniforms), versions=versions, in_turns=self.ahead
-        )
-        return Choices(tokens), summary, laps
+        return step
 
-    def _staged(self, table: Tensor, plan: Plan | None, uniforms: tuple[Tensor, ...], slots: Sequence[Slot], n: int
-                ) -> tuple[Choices, Tensor, Laps]:
+    def _staged(self, table: Tensor, plan: Plan | None, uniforms: tuple[Tensor, ...], slots: Sequence[Slot], n: int,
+                shape: Shape | None) -> tuple[Choices, Tensor, Laps]:
         """Stage by stage: for the CPU, for sampling that needs the host, and for drafters that live there.
 
         Padding has a part in the verification alone, which may be captured.
@@ -255,12 +394,15 @@ class Decoder:
         draft, n_draft = self._draft(inputs, n)
         if n > 0 and self.synthetic is None and self.is_on_host and not bool(n_draft.any()):
             draft, n, plan = draft[:, :0], 0, self.chooser.plan(slots, 1)  # nothing to verify: the plain path
+            shape = self._plain(shape)
+        n_padding = 0 if self.graphs is not None and shape is None else n_padding
         laps.mark()
         if n_padding > 0:
             draft, n_draft = pad(draft, (0, 0, 0, n_padding)), pad(n_draft, (0, n_padding), value=-1)
-        arguments = (every.slots, every.last, every.n_past, draft, n_draft)
-        if self.graphs is not None:
-            rows, output = self.graphs.run(("verify", n), self._verify, arguments)
+        entries = every.first(draft.shape[0])
+        arguments = (entries.slots, entries.last, entries.n_past, draft, n_draft)
+        if self.graphs is not None and shape is not None:
+            rows, output = self.graphs.run(shape, self._verify, arguments)
         else:
             rows, output = self._verify(*arguments)
         if n_padding > 0:
@@ -276,6 +418,13 @@ class Decoder:
         self._observe(rows, output, summary[:, -2])
         laps.mark()
         return choices, summary, laps
+
+    def _plain(self, shape: Shape | None) -> Shape | None:
+        """The same without drafted tokens, if it may be captured or was."""
+        if shape is None or self.graphs is None:
+            return None
+        plain = shape._replace(n=0)
+        return plain if self.is_on_demand or self.graphs.has(plain) else None
 
     # -- stages ------------------------------------------------------------------------------------------------
 

@@ -359,6 +359,17 @@ class Engine:
             admission.clear(self, slot)
         self._flights = deque(f for f in self._flights if any(f.slots[b] is not slot for b in f.live()))
 
+    @torch.inference_mode()
+    def capture_one(self) -> bool:
+        """Between requests: capture a step that will be needed. False: there is none, or no time for it now.
+
+        Ranks of a tensor split capture together or not at all: they do it when a step comes that needs it.
+        """
+        if not self.idle or self.link is not None:
+            return False
+        with on(self.device):
+            return self.decoder.capture_one()
+
     def new_stream(self, request: Request) -> TextStream:
         return TextStream(self.tokenizer, request.stop, request.parse_special_out)
 

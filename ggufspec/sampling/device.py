@@ -59,13 +59,7 @@ class RowParams(Limits):
                 ],
                 f64,
             ),
-            top_k=column(
-                [
-                    1 if g else (min(p.top_k, n_vocab) if "top_k" in a else n_vocab)
-                    for p, a, g in zip(params, active, greedy)
-                ],
-                torch.int64,
-            ),
+            top_k=column([n_candidates(p, n_vocab) for p in params], torch.int64),
             top_p=column([p.top_p if "top_p" in a else 1.0 for p, a in zip(params, active)], f64),
             min_p=column([p.min_p if "min_p" in a else 0.0 for p, a in zip(params, active)], f64),
             min_keep=column([max(1, p.min_keep) for p in params], torch.int64),
@@ -83,6 +77,13 @@ class RowParams(Limits):
     def n_candidates(self) -> int:
         """Largest top_k (reads the device: not for captured code)."""
         return int(self.top_k.max())
+
+
+def n_candidates(params: SamplingParams, n_vocab: int) -> int:
+    """Tokens that a row's choice is made from."""
+    if params.greedy:
+        return 1
+    return min(params.top_k, n_vocab) if "top_k" in params.active_samplers() else n_vocab
 
 
 def penalize(logits: Tensor, history: Tensor, params: RowParams) -> Tensor:

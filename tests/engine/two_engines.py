@@ -90,9 +90,9 @@ class Replays(Graphs):
         self.n_bytes = 0
 
     def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[torch.Tensor, ...], n_graphs: int,
-                 n_warm_up: int) -> Captured:
+                 n_warm_up: int, is_harmless: bool = False) -> Captured:
         inputs = tuple(argument.clone() for argument in arguments)
-        kept = [(tensor, tensor.clone()) for tensor in self.mutable()]
+        kept = [] if is_harmless else [(tensor, tensor.clone()) for tensor in self.mutable()]
         graphs = []
         for _ in range(n_graphs):
             graphs.append(Replay(stage, inputs))
