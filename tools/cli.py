@@ -15,6 +15,7 @@ from ggufspec.tools.settings import Settings
 from ggufspec.tools.terminal import Clock, Interrupt, Screen, drafter_lines, quit_at_once, timing_lines
 from ggufspec.tools.warm_up import warm_up
 
+CAPTURE_SECONDS = 0.5  # somebody waits for the first token: lengths of drafts that are missing then can be done without
 ROOM = 4  # tokens of the context that a raw prompt must leave
 
 
@@ -31,7 +32,7 @@ def run(settings: Settings) -> int:
         grammar=model_defaults.grammar_of(settings),
         parse_special_out=settings.chat.special,
     )
-    warm_up(runtime)
+    warm_up(runtime, CAPTURE_SECONDS)
     load_ms = clock.ms()
     screen = Screen(settings.cli.color)
     if is_chat(settings):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ggufspec.adaptive import AUTO_N_MAX
 from ggufspec.best_split import best_split
 from ggufspec.errors import ConfigError, PlacementError
 from ggufspec.placement import device_name, devices_of
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AUTO_WIDTHS = 5  # draft lengths that `auto` comes to use
+AUTO_WIDTHS = AUTO_N_MAX + 1  # draft lengths that `auto` has graphs for, none at all among them
 GIB, MIB = 1 << 30, 1 << 20
 
 

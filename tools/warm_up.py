@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+import torch
 from tqdm import tqdm
 
 from ggufspec.engine import Engine
@@ -22,17 +23,20 @@ QUIET_SECONDS = 0.5  # no bar for what is over at once
 
 N_PROMPT, N_STEPS = 8, 4
 PROMPT_SECONDS = 10.0  # widths of prompts that are not captured by then are when they are first needed
+STEP_SECONDS = 2.0  # steps that are not captured by then are when nobody waits
 
 
-def warm_up(runtime: Runtime) -> None:
+def warm_up(runtime: Runtime, step_seconds: float = STEP_SECONDS) -> None:
     """On a GPU: kernels are compiled, then steps run that nobody reads. `--no-warmup` leaves all that to requests."""
     engine = runtime.engine
     if engine.device.type != "cuda":
         return
     if runtime.settings.common.warmup:
-        compile_kernels(engine, [sampling_of(runtime.settings, runtime.file.metadata)])
+        sampling = [sampling_of(runtime.settings, runtime.file.metadata)]
+        compile_kernels(engine, sampling)
         capture_prompts(engine, runtime.tokenizer.bos or 0)
         run_all(engine, runtime.tokenizer.bos or 0)
+        capture_steps(engine, sampling, step_seconds)
     from ggufspec.kernels.ahead import tell_of_compilations
 
     tell_of_compilations()  # whatever comes now comes in the middle of somebody's request
@@ -65,6 +69,32 @@ def capture_prompts(engine: Engine, token: int) -> None:
         n_captured += 1
     leave_nothing(engine)
     log.info("%d of %d widths of prompts captured in %.1f s", n_captured, len(widths), time.perf_counter() - began)
+
+
+def capture_steps(engine: Engine, sampling: Sequence[SamplingParams], seconds: float = STEP_SECONDS) -> None:
+    """Steps of all numbers of streams and all draft lengths, those first that the others can be replaced by, as far as
+    the time goes. From here on streams do not wait for captures: see `Decoder.serve`.
+
+    sampling: as requests will ask for it, beside greedy choice. The ranks of a tensor split go on as before.
+    """
+    decoder = engine.decoder
+    if decoder.graphs is None or engine.link is not None:
+        return
+    decoder.serve(engine.policy.widths if engine.policy is not None else [0, engine.n_max], sampling)
+    began, free = time.perf_counter(), free_bytes(engine)
+    n_before, n_wished = len(decoder.graphs.captured), len(decoder.wishes)
+    with tqdm(desc="capturing steps", unit="step", leave=False, delay=QUIET_SECONDS, disable=None) as bar:
+        while time.perf_counter() - began < seconds and engine.capture_one():
+            bar.update()
+    n_captured, n_left = len(decoder.graphs.captured) - n_before, sum(not decoder.graphs.has(s) for s in decoder.wishes)
+    log.info(
+        "%d steps captured in %.1f s, %d MiB; %d of %d are left for when nobody waits", n_captured,
+        time.perf_counter() - began, (free - free_bytes(engine)) >> 20, n_left, n_wished,
+    )  # fmt: skip
+
+
+def free_bytes(engine: Engine) -> int:
+    return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 0
 
 
 def leave_nothing(engine: Engine) -> None:

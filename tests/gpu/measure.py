@@ -45,7 +45,7 @@ from ggufspec.tools.bench.outputs import PRINTERS
 from ggufspec.tools.bench.report import page
 from ggufspec.tools.bench.stepper import Stepper, random_tokens
 from ggufspec.tools.settings import CommonSettings, Settings
-from ggufspec.tools.warm_up import capture_prompts, compile_kernels, run_all
+from ggufspec.tools.warm_up import capture_prompts, capture_steps, compile_kernels, run_all
 
 HARD = 1.5  # times the limit of a part
 
@@ -315,8 +315,8 @@ def served(bench: Bench, settings: Settings, drafter: Drafter | None) -> serving
     def load() -> object:
         engine = runtime.make_engine(settings, bench.model, bench.tokenizer, drafter, bench.n_slots, bench.n_ctx)
         compile_kernels(engine, [])
-        if engine.policy is not None:
-            run_all(engine, bench.tokenizer.bos or 0)
+        run_all(engine, bench.tokenizer.bos or 0)
+        capture_steps(engine, [])
         parts = (settings, bench.file, bench.config, bench.model, bench.tokenizer, drafter, engine)
         return loaded(runtime.Runtime(*parts))
 

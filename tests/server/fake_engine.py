@@ -135,6 +135,9 @@ class FakeEngine:
             slot.job, slot.n_past = None, len(job.request.prompt) + len(job.generated)
         return Event(job, "done", text, list(tokens))
 
+    def capture_one(self):
+        return False
+
     def erase_slot(self, slot):
         n, self.slots[slot].n_past = self.slots[slot].n_past, 0
         return n

@@ -24,6 +24,8 @@ from .errors import ApiError, as_api_error
 T = TypeVar("T")
 log = logging.getLogger("ggufspec.server")
 
+QUIET_SECONDS = 0.02  # without a request, before the engine captures a step that it will need
+
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -182,13 +184,22 @@ class EngineWorker:
         wait = self.engine.idle
         while True:
             try:
-                call = self._calls.get(block=wait)
+                call = self._awaited() if wait else self._calls.get_nowait()
             except queue.Empty:
                 return True
             if call is None:
                 return False
             call()
             wait = False
+
+    def _awaited(self) -> Callable[[], None] | None:
+        """What is queued next. Until then the engine captures what it lacks, one step at a time."""
+        while True:
+            try:
+                return self._calls.get(timeout=QUIET_SECONDS)
+            except queue.Empty:
+                if not self.engine.capture_one():
+                    return self._calls.get()
 
     def _dispatch(self, events: list[Event]) -> None:
         batch = []
