@@ -90,6 +90,7 @@ class Adaptive:
         self._promise = 1.0  # tokens a millisecond of the best step with drafts, of those without
         self._timed: set[tuple[int, int]] = set()  # streams and limits for which first times are known
         self.stake = 0.0  # in plain steps: what the next look at drafts costs
+        self._all_speak = len(self.n_max) == 1 and not can_be_silent  # and always did
         self._asked: dict[int, int] = {}  # first tries of each drafter
         self._looks: dict[int, int] = {}  # first looks at each drafter
         self._shown = -1
@@ -207,18 +208,19 @@ class Adaptive:
             of[subset] = tokens, which = _most_of([ways[s][0] for s in inner])
             sums = np.add.reduce(tokens, axis=1).tolist()
             key = _key(subset)
-            for i, n in enumerate(self.widths):
-                if n == 0:
-                    continue
+            for i, n in enumerate(self.widths[1:], start=1):
+                if n > widest:
+                    break
                 cost = self.costs.of(batch, key, n)
-                if n > widest or cost / base - 1.0 > budget:
+                if cost / base - 1.0 > budget:
                     break
                 if self.can_be_silent:
                     rows = which[i] if which is not None else np.zeros(batch, dtype=int)
                     silences = np.stack([ways[s][1] for s in inner])[rows, np.arange(batch)]
                     cost += silences.prod() * (base - cost)
-                cost += self.costs.newness(batch, key, n)
-                rate = sums[i] / cost * (STAY if n == now else 1.0)
+                rate = sums[i] / (cost + self.costs.newness(batch, key, n))
+                if n == now:
+                    rate *= STAY
                 if rate > best_rate:
                     best, best_rate = (n, subset, i), rate
         self._promise = best_rate * base / batch
@@ -234,9 +236,9 @@ class Adaptive:
         chance that none of them has a draft [streams]."""
         if self._limits[0] != most:
             own = np.minimum(np.array(self.widths)[:, None], np.array(most)[None])
-            self._limits = list(most), own
+            self._limits = list(most), own + np.arange(len(most)) * (self.widths[-1] + 1)
         tokens, silent = self._expected(subset)
-        return tokens[np.arange(len(most)), self._limits[1]], silent
+        return tokens.take(self._limits[1]), silent  # of [streams, 1 + positions], laid flat
 
     def _untimed(self, jobs: Sequence[int], most: Sequence[int], best: Choice, budget: float) -> Choice:
         """Steps do not get dearer in proportion to their width, so the line through its neighbours may be wrong about a
@@ -251,7 +253,7 @@ class Adaptive:
         least = WORTH_A_TRY * sums[at] / self.costs.of(batch, key, best.n)
         for i in near:
             n, narrower = self.widths[i], self.widths[:i]
-            ms = max(self.costs.of(batch, key, w) for w in narrower if self.costs.known(batch, key, w))
+            ms = max((self.costs.of(batch, key, w) for w in narrower if self.costs.known(batch, key, w)), default=base)
             is_promising = sums[i] / (ms + self.costs.newness(batch, key, n)) > least
             if is_promising and self.costs.of(batch, key, n) / base - 1.0 <= budget:
                 return self._uniform(n, best.asked, most)
@@ -263,6 +265,8 @@ class Adaptive:
         tokens = self.worth.tokens()[:-1]
         if len(members) == 1:
             speaks = self.speaks[:, members[0]]
+            if self._all_speak:
+                return tokens[:, members[0]], 1.0 - speaks
             return 1.0 + speaks[:, None] * (tokens[:, members[0]] - 1.0), 1.0 - speaks
         silent = np.ones(len(self.jobs))
         total = np.zeros(tokens.shape[::2])
@@ -351,18 +355,19 @@ class Adaptive:
     def _learn(self, jobs: Sequence[int], choice: Choice, n_drafted: Sequence[int], n_accepted: Sequence[int],
                sources: Sequence[int]) -> None:
         n_max, pool, rows = self.worth.right.shape[-1], len(self.jobs), self._row
+        # of the length that was asked for: a draft that ended before is as good as one that was wrong there
+        if self._all_speak and list(jobs) == self.jobs and min(n_drafted) > 0 < min(choice.lengths):
+            outcomes = counts(choice.lengths, n_accepted, n_max)
+            summed = np.add.reduce(outcomes, axis=1, keepdims=True)
+            self.worth.record(None, (), np.concatenate((outcomes, summed), axis=1))
+            return
         asked = [b for b, job in enumerate(jobs) if job in rows and choice.lengths[b] > 0]  # others ended with the step
         self._hear([rows[jobs[b]] for b in asked], [choice.members[b] for b in asked],
                    [sources[b] if n_drafted[b] > 0 else -1 for b in asked])
         drafted = [b for b in asked if n_drafted[b] > 0]
         if not drafted:
             return
-        # of the length that was asked for: a draft that ended before is as good as one that was wrong there
         outcomes = counts([choice.lengths[b] for b in drafted], [n_accepted[b] for b in drafted], n_max)
-        if len(self.n_max) == 1 and list(jobs) == self.jobs and len(drafted) == pool:
-            summed = np.add.reduce(outcomes, axis=1, keepdims=True)
-            self.worth.record(None, (), np.concatenate((outcomes, summed), axis=1))
-            return
         by = np.array([sources[b] for b in drafted])
         seen = np.unique(by)
         summed = np.stack([outcomes[:, by == m].sum(axis=1) for m in seen], axis=1)
@@ -372,12 +377,9 @@ class Adaptive:
     def _hear(self, rows: list[int], members: list[tuple[int, ...]], spoke: list[int]) -> None:
         """Who had a draft when asked, -1: nobody. Members are asked in order until one has."""
         rate = 1.0 - FORGET_SPEAKS
-        if len(self.n_max) == 1:  # the same at once
-            had = np.array(spoke) == 0
-            if not had.all() or self.pool_speaks[0] < 1.0 or self.speaks.min() < 1.0:
-                self.speaks[rows, 0] += rate * (had - self.speaks[rows, 0])
-                self.pool_speaks[0] += rate * (had.mean() - self.pool_speaks[0])
+        if self._all_speak and -1 not in spoke:
             return
+        self._all_speak = False
         for row, asked, speaker in zip(rows, members, spoke):
             for m in asked:
                 is_heard = m == speaker

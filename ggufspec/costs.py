@@ -94,7 +94,7 @@ class Costs:
 
     def newness(self, batch: int, members: int, n: int) -> float:
         """Milliseconds to add to a step that was never taken: on a GPU the first captures it."""
-        if self.is_seen(batch, members, n) or self.capture_ms == inf:
+        if self.capture_ms == inf or self.is_seen(batch, members, n):
             return 0.0
         return self.capture_ms / SPREAD
 
@@ -122,10 +122,11 @@ class Costs:
     def of(self, batch: int, members: int, n: int) -> float:
         """Expected milliseconds; inf when nothing at all is known."""
         key = (batch, members, n)
-        if self._sizes_of is not self.entries or key not in self._answers:
+        answer = self._answers.get(key) if self._sizes_of is self.entries else None
+        if answer is None:
             answer = self._of(batch, members, n)  # clears the answers where sizes have changed
             self._answers[key] = answer
-        return self._answers[key]
+        return answer
 
     def _of(self, batch: int, members: int, n: int) -> float:
         members = members if n else 0

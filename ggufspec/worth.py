@@ -70,14 +70,13 @@ class Worth:
         """
         if self._chances is None:
             right, tried = self.counted
-            share = 1.0 / (tried + self._weight)
-            out = right * share
-            share *= self._weight
-            before: Array | float = PRIOR
-            for here, weight in zip(out.transpose(3, 0, 1, 2), share.transpose(3, 0, 1, 2)):
-                here += weight * before
-                before = here
-            self._chances = out
+            tries = tried + self._weight
+            # p_i = (right_i + weight_i p_(i-1)) / tries_i, solved at once: all terms are positive, so nothing cancels
+            shrunk = np.multiply.accumulate(self._weight / tries, axis=-1)
+            grown = np.add.accumulate(right / (tries * shrunk), axis=-1)
+            grown += PRIOR
+            grown *= shrunk
+            self._chances = grown
         return self._chances
 
     def record(self, streams: Sequence[int] | None, drafters: Sequence[int] | Array, outcomes: Array) -> None:
@@ -87,12 +86,16 @@ class Worth:
         """
         rows = (slice(None), 0) if streams is None else (np.asarray(streams), np.asarray(drafters))
         p = np.minimum(np.maximum(self.chances()[rows], LEAST_CHANCE), 1.0 - LEAST_CHANCE)  # [n, K, N]
-        right, tried = outcomes[:, :, None]
-        likely = right * np.log(p)
-        likely += (tried - right) * np.log(1.0 - p)
+        told = outcomes[:, :, None]
+        wrong = np.log(1.0 - p)
+        likely = np.log(p)
+        likely -= wrong
+        likely *= told[0]
+        wrong *= told[1]
+        likely += wrong
         where = (slice(None), *rows)
         score = FORGET_PREDICTIONS * self.score[rows] + np.add.reduce(likely, axis=-1)
-        counted = self.counted[where] * MEMORIES[:, None] + outcomes[:, :, None]
+        counted = self.counted[where] * MEMORIES[:, None] + told
         _restart(counted, score)
         self.counted[where], self.score[rows] = counted, score
         self._chances = self._tokens = None
