@@ -10,6 +10,7 @@ before it are read (`can_follow`): what it begins with then stands on the device
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -34,13 +35,16 @@ from .laps import Laps
 from .pinned import Pinned
 from .rows import Rows
 from .sampling import SamplingParams
-from .shapes import Lacks, Shape, covers, nearest, wishes
+from .shapes import Lacks, Shape, covers, is_end, nearest, wishes
 from .slot import Slot
 from .speculate import accepted_prefix, lay_out
 
 if TYPE_CHECKING:
     from .models import Model, Output
     from .models.base import RunStage
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -291,32 +295,42 @@ class Decoder:
 
     def _general(self, sampling: Sampled) -> Sampled:
         """What steps that are sampled like this have graphs for."""
-        return next((wider for wider in self._samplings if covers(wider, sampling)), sampling)
+        if self.is_on_demand:
+            return sampling
+        n_candidates, n_biases = sampling
+        # else a power of two of candidates, so that few numbers occur
+        own = min(1 << (n_candidates - 1).bit_length(), self.target.n_vocab) if n_candidates else 0, n_biases
+        return next((wider for wider in self._samplings if covers(wider, sampling)), own)
 
     def _is_due(self, form: Form) -> bool:
         """Whether the graph that the step lacks has been missed enough."""
-        return (
-            self.graphs is not None and form.wanted is not None and form.shape != form.wanted
-            and self.lacks.is_due(form.wanted) and self.graphs.has_room()
-        )  # fmt: skip
+        if self.graphs is None or form.wanted is None or form.shape == form.wanted:
+            return False
+        if self.lacks.is_due(form.wanted) and not self.graphs.has_room():
+            self.lacks = Lacks()  # not asked again soon
+        return self.lacks.is_due(form.wanted)
 
     def serve(self, lengths: Sequence[int], sampling: Sequence[SamplingParams]) -> None:
         """From now on no step waits for a capture that it can do without: see `is_on_demand`.
 
         lengths: numbers of drafted tokens that steps will have; sampling: as requests will ask for it, beside greedy
-        choice. `capture_one` captures what they need; with biases, as requests that go on past the end of text have
-        them: the others get biases of nothing.
+        choice. What no step could do without is captured now, the rest by `capture_one`; with biases, as requests that
+        go on past the end of text have them: the others get biases of nothing.
         """
+        assert self.graphs is not None
         self.is_on_demand = False
         sampling = [SamplingParams(temperature=0.0), *sampling]
         # and as they are, where those with biases would be too slow for them
         every = [*(replace(params, ignore_eos=True) for params in sampling), *sampling]
         self._samplings = []
-        for shape in map(self.chooser.shape_of, every):
-            if shape is not None and not any(covers(other, shape) for other in self._samplings):
-                self._samplings = sorted([*self._samplings, shape])
+        for own in map(self.chooser.shape_of, every):
+            if own is not None and not any(covers(other, own) for other in self._samplings):
+                self._samplings = sorted([*self._samplings, own])
         stage, samplings = ("step", self._samplings[::-1]) if self._is_whole else ("verify", [(0, 0)])
         self.wishes = wishes(stage, lengths, self.cache.n_slots, samplings, self.n_uniforms)
+        for shape in [s for s in self.wishes if is_end(s, lengths, self.cache.n_slots)]:
+            if not self.graphs.has(shape):
+                self.capture(shape)
 
     def capture_one(self) -> bool:
         """Capture what is missed most, or else what is wished for next. False: nothing is left, or no memory for it.
@@ -329,7 +343,12 @@ class Decoder:
         shape = self.lacks.worst() or next(iter(self.wishes), None)
         if shape is None or not self.graphs.has_room():
             return False
-        self.capture(shape)
+        try:
+            self.capture(shape)
+        except torch.OutOfMemoryError as error:
+            log.warning("no memory for more captured steps, those there are serve all: %s", str(error).splitlines()[0])
+            self.wishes, self.lacks = [], Lacks()
+            return False
         return True
 
     def capture(self, shape: Shape) -> None:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +33,7 @@ from .job import Event, Job, JobState, Request
 from .lengths import Lengths
 from .prefill import Prefill
 from .prompt_cache import PromptCache
+from .sampling import SamplingParams
 from .slot import Slot
 from .stage_graphs import StageGraphs
 from .stats import EngineStats, account
@@ -358,6 +359,13 @@ class Engine:
         elif n_ahead > 1:  # interrupted after a launch: the first of these steps cannot be undone any more
             admission.clear(self, slot)
         self._flights = deque(f for f in self._flights if any(f.slots[b] is not slot for b in f.live()))
+
+    @torch.inference_mode()
+    def serve(self, sampling: Sequence[SamplingParams]) -> None:
+        """From now on streams do not wait for captures of steps: see `Decoder.serve`. With graphs, while idle; not in a
+        tensor split."""
+        with on(self.device):
+            self.decoder.serve(self.policy.widths if self.policy is not None else [0, self.n_max], sampling)
 
     @torch.inference_mode()
     def capture_one(self) -> bool:

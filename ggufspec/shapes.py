@@ -18,7 +18,7 @@ ROWS_BEFORE = 16
 EAGER_ROWS = 150  # and at least as many if its launches come one by one;
 RIGHT = 0.7  # and a drafted token is right as often as this.
 MOST_CANDIDATES, MOST_BIASES = 256, 64  # graphs with more are too slow for those who need fewer
-CAPTURE_STEPS = 16.0  # steps in whose time a graph is captured
+CAPTURE_STEPS = 32.0  # a graph is captured in the time of some ten; streams that wait for it notice
 LEAST_LOSS = 0.25  # of a step that had to be another: what it should have been is captured some day
 N_FIRST = 4  # lengths that all numbers of streams have before others follow
 
@@ -104,19 +104,26 @@ class Lacks:
 
 def wishes(stage: str, lengths: Sequence[int], n_slots: int, samplings: Sequence[Sampled],
            n_uniforms: Callable[[int], int]) -> list[Shape]:
-    """All shapes that streams will need, those first that serve best while the others are missing.
+    """All shapes that streams will need, those first that serve best while the others are missing: one stream and all
+    slots, plain steps and the longest drafts (`is_end`).
 
     samplings: the widest first, which serves the others too.
     n_uniforms: by the drafted tokens.
     """
     order = _ends_first(sorted(set(lengths)))
     found = [
-        ((i, j // N_FIRST, k, j), Shape(stage, n, size, *sampling, n_uniforms(n)))
+        ((max(j, k) > 1, i, j // N_FIRST, k, j), Shape(stage, n, size, *sampling, n_uniforms(n)))
         for i, sampling in enumerate(samplings)
         for j, n in enumerate(order)
         for k, size in enumerate(_ends_first(entry_counts(n + 1, n_slots)))
     ]
     return [shape for _, shape in sorted(found)]
+
+
+def is_end(shape: Shape, lengths: Sequence[int], n_slots: int) -> bool:
+    """Whether it is one of those without which some step has no graph at all."""
+    counts = entry_counts(shape.n + 1, n_slots)
+    return shape.n in (min(lengths), max(lengths)) and shape.size in (counts[0], counts[-1])
 
 
 def _ends_first(items: Sequence[int]) -> list[int]:

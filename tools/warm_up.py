@@ -73,16 +73,16 @@ def capture_prompts(engine: Engine, token: int) -> None:
 
 def capture_steps(engine: Engine, sampling: Sequence[SamplingParams], seconds: float = STEP_SECONDS) -> None:
     """Steps of all numbers of streams and all draft lengths, those first that the others can be replaced by, as far as
-    the time goes. From here on streams do not wait for captures: see `Decoder.serve`.
+    the time goes. From here on streams do not wait for captures: see `Engine.serve`.
 
     sampling: as requests will ask for it, beside greedy choice. The ranks of a tensor split go on as before.
     """
     decoder = engine.decoder
     if decoder.graphs is None or engine.link is not None:
         return
-    decoder.serve(engine.policy.widths if engine.policy is not None else [0, engine.n_max], sampling)
-    began, free = time.perf_counter(), free_bytes(engine)
-    n_before, n_wished = len(decoder.graphs.captured), len(decoder.wishes)
+    began, free, n_before = time.perf_counter(), free_bytes(engine), len(decoder.graphs.captured)
+    engine.serve(sampling)
+    n_wished = len(decoder.wishes)
     with tqdm(desc="capturing steps", unit="step", leave=False, delay=QUIET_SECONDS, disable=None) as bar:
         while time.perf_counter() - began < seconds and engine.capture_one():
             bar.update()
