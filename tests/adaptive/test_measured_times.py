@@ -106,4 +106,4 @@ def test_it_comes_back(n_streams: int) -> None:
     """A look at one stream costs 0.13: within twenty tokens. One at a crowd costs 0.56 or 0.69: 1.85 % of the time
     pay for one every 31 or 38 steps."""
     tokens = [turn(n_streams, seed) for seed in range(0, 40, 5)]
-    assert max(tokens) <= {1: 20, 12: 50, 24: 60}[n_streams]
+    assert max(tokens) <= {1: 20, 12: 40, 24: 45}[n_streams]
