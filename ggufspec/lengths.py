@@ -14,6 +14,9 @@ from .slot import Slot
 if TYPE_CHECKING:
     from .engine import Engine
 
+SHORT_MS = 0.6  # where steps take less than this, deciding takes a part of it that shows:
+KEPT = 3  # a length that was chosen twice running then stands for so many more steps
+
 
 class Lengths:
     """Asks the policy one step ahead, while the device works: from what is known up to the step before the last."""
@@ -26,6 +29,7 @@ class Lengths:
         self._untold: Callable[[float | None], None] | None = None  # the last step's results, for the policy
         self._sent: Choice | None = None  # for the step that was launched last
         self._prepared: tuple[list[int], list[int], Choice] | None = None  # jobs, limits and the choice for them
+        self._n_kept = 0  # steps that the choice has stood for without being made again
 
     def choose(self, slots: Sequence[Slot], rooms: Sequence[int]) -> Choice:
         """Lengths for the next step of these slots. rooms: the most drafted tokens that each will have room for.
@@ -44,6 +48,7 @@ class Lengths:
         jobs = _jobs(slots)
         if self._prepared is None or self._prepared[:2] != (jobs, most):
             self._prepared = jobs, most, policy.choose(jobs, most, self._sent)
+            self._n_kept = 0
         choice = self._prepared[2]
         if isinstance(self.engine.drafter, Chain):
             self.engine.drafter.allowed = choice.members
@@ -56,8 +61,16 @@ class Lengths:
         if self._untold is not None:
             self._untold(self.step_ms)
             self._untold = None
-        jobs, most, _ = self._prepared
-        self._prepared = jobs, most, self.engine.policy.choose(jobs, most, self._sent)
+        jobs, most, before = self._prepared
+        policy = self.engine.policy
+        if 0 < self._n_kept <= KEPT and not policy.forced:
+            self._n_kept += 1
+            return
+        choice = policy.choose(jobs, most, self._sent)
+        self._prepared = jobs, most, choice
+        is_short = self.step_ms is not None and self.step_ms < SHORT_MS
+        is_steady = choice.n == before.n and not choice.is_probe and not before.is_probe
+        self._n_kept = int(is_short and is_steady)
 
     def keep(self, flight: Flight, decoded: Decoded, ms: float | None) -> None:
         """Keep what the policy is told once all ranks know the time that the step took. Nothing of the step is in the

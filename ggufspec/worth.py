@@ -113,9 +113,11 @@ class Worth:
             score = self.score + FAVOURS
             weight = np.exp(score - np.maximum.reduce(score, axis=-1, keepdims=True))
             weight /= np.add.reduce(weight, axis=-1, keepdims=True)
-            drafted = (weight[..., None, :] @ np.multiply.accumulate(self.chances(), axis=-1))[..., 0, :]
-            out = np.ones((*drafted.shape[:-1], drafted.shape[-1] + 1))
-            out[..., 1:] = drafted
+            reached = np.multiply.accumulate(self.chances(), axis=-1)
+            reached *= weight[..., None]
+            out = np.empty((*reached.shape[:-2], reached.shape[-1] + 1))
+            out[..., 0] = 1.0
+            np.add.reduce(reached, axis=-2, out=out[..., 1:])
             self._tokens = np.add.accumulate(out, axis=-1)
         return self._tokens
 
