@@ -14,7 +14,7 @@ from .slot import Slot
 if TYPE_CHECKING:
     from .engine import Engine
 
-SHORT_MS = 0.6  # where steps take less than this, deciding takes a part of it that shows:
+SHORT_MS = 1.0  # where steps take less than this, deciding takes a part of it that shows:
 KEPT = 3  # a length that was chosen twice running then stands for so many more steps
 
 
