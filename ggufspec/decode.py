@@ -10,10 +10,9 @@ before it are read (`can_follow`): what it begins with then stands on the device
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.functional import pad
 
 from .adaptive import Choice
 from .cache import Cache
-from .capture import Graphs, n_entries
+from .capture import Graphs
 from .choose import Choices, Chooser, Plan, Sampled
 from .drafters import Drafter
 from .drafters.mtp import Mtp
@@ -31,31 +30,17 @@ from .drafters.small_model import SmallModel
 from .drafters.synth import SyntheticAcceptance
 from .flight import Decoded, Flight
 from .follow import Entry, SlotValues, StepInputs
+from .forms import Forms
 from .laps import Laps
 from .pinned import Pinned
 from .rows import Rows
-from .sampling import SamplingParams
-from .shapes import Lacks, Shape, covers, is_end, nearest, wishes
+from .shapes import Lacks, Shape
 from .slot import Slot
 from .speculate import accepted_prefix, lay_out
 
 if TYPE_CHECKING:
     from .models import Model, Output
     from .models.base import RunStage
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a step is taken."""
-
-    n: int  # drafted tokens
-    size: int  # entries, padding included
-    plan: Plan | None
-    shape: Shape | None  # of the graph that it goes through; None: launched as it is
-    wanted: Shape | None  # of the graph that it should have
 
 
 class Decoder:
@@ -85,13 +70,7 @@ class Decoder:
         self._turn = 0
         self._done: list[Any] = [None, None]  # events of the last steps of both turns
         self._accepted_rows: dict[int, int] = {}
-        # Whether a step captures what it needs at once. Otherwise (a server, once it is warm) it goes through the graph
-        # of a shape like its own, and what is missing is captured by `capture_one` or when it has cost enough.
-        self.is_on_demand = True
-        self.wishes: list[Shape] = []  # for `capture_one`, the next one first
-        self.lacks = Lacks()
-        self._sampling: Sampled = (0, 0)  # what the last step would have had
-        self._samplings: list[Sampled] = []  # that graphs are captured for, the narrowest first
+        self.forms = Forms(self)
 
     @property
     def is_on_host(self) -> bool:
@@ -110,12 +89,12 @@ class Decoder:
         Not when the host takes part in it, and not when its graph is still to be captured. Eager steps on a GPU are
         bound by the host anyway.
         """
-        form = self._form(slots, n)
+        form = self.forms.form(slots, n)
         if not self.ahead or form.plan is None or self.is_on_host:
             return False
         if self.graphs is None:
             return self.device.type == "cpu"
-        return form.shape is not None and self.graphs.has(form.shape) and not self._is_due(form)
+        return form.shape is not None and self.graphs.has(form.shape) and not self.forms.is_due(form)
 
     def launch(self, slots: Sequence[Slot], choice: Choice, rooms: Sequence[int], following: Flight | None = None
                ) -> Flight:
@@ -126,16 +105,16 @@ class Decoder:
         """
         began = time.perf_counter()
         wanted = choice.n if self.drafter is not None else 0
-        form = self._form(slots, wanted)
-        if following is None and self._is_due(form):
+        form = self.forms.form(slots, wanted)
+        if following is None and self.forms.is_due(form):
             assert form.wanted is not None
             self.capture(form.wanted)
-            form = self._form(slots, wanted)
+            form = self.forms.form(slots, wanted)
         elif form.wanted is not None and form.shape != form.wanted:
-            self.lacks.went_without(form.wanted, form.shape)
+            self.forms.lacks.went_without(form.wanted, form.shape)
         n, size, plan = form.n, form.size, form.plan
         if form.wanted is not None and form.wanted.stage == "step":
-            self._sampling = form.wanted.sampling
+            self.forms.sampling = form.wanted.sampling
         if n < wanted:
             choice = replace(choice, n=n, lengths=[min(length, n) for length in choice.lengths])
         self._turn = 1 - self._turn
@@ -213,13 +192,13 @@ class Decoder:
         return self._filled("uniforms", drawn + [[0.0] * n_numbers] * n_padding, torch.float64)
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether one graph holds a step, sampling permitting, and not its verification alone."""
         return self.graphs is not None and not self.is_on_host
 
-    def _plan(self, slots: Sequence[Slot], n: int, size: int, sampling: Sampled = (0, 0)) -> Plan | None:
+    def plan(self, slots: Sequence[Slot], n: int, size: int, sampling: Sampled = (0, 0)) -> Plan | None:
         """How a step's choices are made on the device; in a whole one those of its padding too."""
-        return self.chooser.plan(slots, n + 1, size - len(slots) if self._is_whole else 0, sampling)
+        return self.chooser.plan(slots, n + 1, size - len(slots) if self.is_whole else 0, sampling)
 
     def _others(self, slots: Sequence[Slot], n: int) -> list[int]:
         """n slots that have no part in the step: an entry of padding names one, and no slot stands there twice."""
@@ -240,121 +219,21 @@ class Decoder:
     # -- graphs ------------------------------------------------------------------------------------------------
 
     def n_entries(self, n_streams: int, n: int) -> int:
-        """Entries of a step with n drafted tokens, padding included: only captured ones have any.
-
-        Those of the graph that it goes through, if steps like the last one have to be content with others' graphs.
-        """
-        size = self._own_entries(n_streams, n)
-        if self.graphs is None or self.is_on_demand or not self._is_whole:
-            return size
-        wanted = self._shape(self._sampling, n, size)
-        if self.graphs.has(wanted):
-            return size
-        found = nearest(self._shapes(), wanted, n_streams)
-        return found.size if found is not None and found.n == n else size
+        """Entries of a step with n drafted tokens, padding included: only captured ones have any."""
+        return self.forms.n_entries(n_streams, n)
 
     def has_graph(self, n_streams: int, n: int) -> bool:
-        """Whether a step of n_streams streams with n drafted tokens, sampled like the last one, costs no capture and is
-        not taken in another's place. True where nothing is captured."""
-        if self.graphs is None:
-            return True
-        return self.graphs.has(self._shape(self._sampling, n, self._own_entries(n_streams, n)))
-
-    def _own_entries(self, n_streams: int, n: int) -> int:
-        if self.graphs is None and self.run_stage is None:
-            return n_streams
-        return n_entries(n_streams, n + 1, self.cache.n_slots)
-
-    def _shape(self, sampling: Sampled | None, n: int, size: int) -> Shape:
-        """Of the graph of a step whose plan has this shape; of its verification alone if there is none, or if the host
-        drafts."""
-        if sampling is None or not self._is_whole:
-            return Shape("verify", n, size)
-        return Shape("step", n, size, *sampling, self.n_uniforms(n))
+        """See `Forms.has_graph`."""
+        return self.forms.has_graph(n_streams, n)
 
     def n_uniforms(self, n: int) -> int:
         """Random numbers of synthetic acceptance that an entry of a step is given."""
         return 0 if self.synthetic is None or self.drafter is None else n + self.drafter.n_max
 
-    def _shapes(self) -> list[Shape]:
-        assert self.graphs is not None
-        return [name for name in self.graphs.names() if isinstance(name, Shape)]
-
-    def _form(self, slots: Sequence[Slot], n: int) -> Form:
-        size = self._own_entries(len(slots), n)
-        if self.graphs is None:
-            return Form(n, size, self._plan(slots, n, size), None, None)
-        sampling = self.chooser.sampled(slots)
-        wanted = self._shape(None if sampling is None else self._general(sampling), n, size)
-        if self.is_on_demand or self.graphs.has(wanted):
-            return Form(n, size, self._plan(slots, n, size, wanted.sampling), wanted, wanted)
-        found = nearest(self._shapes(), wanted, len(slots))
-        if found is None:
-            return Form(n, len(slots), self._plan(slots, n, len(slots)), None, wanted)
-        return Form(found.n, found.size, self._plan(slots, found.n, found.size, found.sampling), found, wanted)
-
-    def _general(self, sampling: Sampled) -> Sampled:
-        """What steps that are sampled like this have graphs for."""
-        if self.is_on_demand:
-            return sampling
-        n_candidates, n_biases = sampling
-        # else a power of two of candidates, so that few numbers occur
-        own = min(1 << (n_candidates - 1).bit_length(), self.target.n_vocab) if n_candidates else 0, n_biases
-        return next((wider for wider in self._samplings if covers(wider, sampling)), own)
-
-    def _is_due(self, form: Form) -> bool:
-        """Whether the graph that the step lacks has been missed enough."""
-        if self.graphs is None or form.wanted is None or form.shape == form.wanted:
-            return False
-        if self.lacks.is_due(form.wanted) and not self.graphs.has_room():
-            self.lacks = Lacks()  # not asked again soon
-        return self.lacks.is_due(form.wanted)
-
-    def serve(self, lengths: Sequence[int], sampling: Sequence[SamplingParams]) -> None:
-        """From now on no step waits for a capture that it can do without: see `is_on_demand`.
-
-        lengths: numbers of drafted tokens that steps will have; sampling: as requests will ask for it, beside greedy
-        choice. What no step could do without is captured now, the rest by `capture_one`; with biases, as requests that
-        go on past the end of text have them: the others get biases of nothing.
-        """
-        assert self.graphs is not None
-        self.is_on_demand = False
-        sampling = [SamplingParams(temperature=0.0), *sampling]
-        # and as they are, where those with biases would be too slow for them
-        every = [*(replace(params, ignore_eos=True) for params in sampling), *sampling]
-        self._samplings = []
-        for own in map(self.chooser.shape_of, every):
-            if own is not None and not any(covers(other, own) for other in self._samplings):
-                self._samplings = sorted([*self._samplings, own])
-        stage, samplings = ("step", self._samplings[::-1]) if self._is_whole else ("verify", [(0, 0)])
-        self.wishes = wishes(stage, lengths, self.cache.n_slots, samplings, self.n_uniforms)
-        for shape in [s for s in self.wishes if is_end(s, lengths, self.cache.n_slots)]:
-            if not self.graphs.has(shape):
-                self.capture(shape)
-
-    def capture_one(self) -> bool:
-        """Capture what is missed most, or else what is wished for next. False: nothing is left, or no memory for it.
-
-        Nothing that runs is touched. No step may be on its way.
-        """
-        if self.graphs is None or self.is_on_demand:
-            return False
-        self.wishes = [shape for shape in self.wishes if not self.graphs.has(shape)]
-        shape = self.lacks.worst() or next(iter(self.wishes), None)
-        if shape is None or not self.graphs.has_room():
-            return False
-        try:
-            self.capture(shape)
-        except torch.OutOfMemoryError as error:
-            log.warning("no memory for more captured steps, those there are serve all: %s", str(error).splitlines()[0])
-            self.wishes, self.lacks = [], Lacks()
-            return False
-        return True
-
     def capture(self, shape: Shape) -> None:
         """The graph of a shape, on entries that are all padding: it changes nothing. No step may be on its way."""
         assert self.graphs is not None
-        self.lacks = Lacks()  # not another one soon
+        self.forms.lacks = Lacks()  # not another one soon
         n, size = shape.n, shape.size
         if shape.stage == "step":
             table = torch.tensor(SlotValues.table([Entry.padding(i) for i in range(size)]))
@@ -443,7 +322,7 @@ class Decoder:
         if shape is None or self.graphs is None:
             return None
         plain = shape._replace(n=0)
-        return plain if self.is_on_demand or self.graphs.has(plain) else None
+        return plain if self.forms.is_on_demand or self.graphs.has(plain) else None
 
     # -- stages ------------------------------------------------------------------------------------------------
 

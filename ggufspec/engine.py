@@ -362,10 +362,10 @@ class Engine:
 
     @torch.inference_mode()
     def serve(self, sampling: Sequence[SamplingParams]) -> None:
-        """From now on streams do not wait for captures of steps: see `Decoder.serve`. With graphs, while idle; not in a
+        """From now on streams do not wait for captures of steps: see `Forms.serve`. With graphs, while idle; not in a
         tensor split."""
         with on(self.device):
-            self.decoder.serve(self.policy.widths if self.policy is not None else [0, self.n_max], sampling)
+            self.decoder.forms.serve(self.policy.widths if self.policy is not None else [0, self.n_max], sampling)
 
     @torch.inference_mode()
     def capture_one(self) -> bool:
@@ -376,7 +376,7 @@ class Engine:
         if not self.idle or self.link is not None:
             return False
         with on(self.device):
-            return self.decoder.capture_one()
+            return self.decoder.forms.capture_one()
 
     def new_stream(self, request: Request) -> TextStream:
         return TextStream(self.tokenizer, request.stop, request.parse_special_out)

@@ -82,11 +82,12 @@ def capture_steps(engine: Engine, sampling: Sequence[SamplingParams], seconds: f
         return
     began, free, n_before = time.perf_counter(), free_bytes(engine), len(decoder.graphs.captured)
     engine.serve(sampling)
-    n_wished = len(decoder.wishes)
+    n_wished = len(decoder.forms.wishes)
     with tqdm(desc="capturing steps", unit="step", leave=False, delay=QUIET_SECONDS, disable=None) as bar:
         while time.perf_counter() - began < seconds and engine.capture_one():
             bar.update()
-    n_captured, n_left = len(decoder.graphs.captured) - n_before, sum(not decoder.graphs.has(s) for s in decoder.wishes)
+    n_captured = len(decoder.graphs.captured) - n_before
+    n_left = sum(not decoder.graphs.has(shape) for shape in decoder.forms.wishes)
     log.info(
         "%d steps captured in %.1f s, %d MiB; %d of %d are left for when nobody waits", n_captured,
         time.perf_counter() - began, (free - free_bytes(engine)) >> 20, n_left, n_wished,

@@ -134,7 +134,7 @@ def test_a_few_graphs_serve_all(family: Family, kind: str) -> None:
     got, want = play(engine), play(twin)
     assert generated(got) == generated(want)
     assert shapes(engine) == before and {n for n, _ in launches} >= {1, 2, 3}
-    assert engine.decoder.lacks.worst() is not None
+    assert engine.decoder.forms.lacks.worst() is not None
     assert engine.capture_one() and len(shapes(engine) - before) == 1  # what was missed most comes first
 
 
@@ -189,7 +189,7 @@ def test_lengths_of_a_policy(family: Family) -> None:
     """The policy asks for widths that have no graph: it is told what was drafted. The texts are the same."""
     engine = replayed(family.engine("dspark", True, 4, policy=Adaptive([5])))
     with torch.inference_mode():
-        engine.decoder.serve([0, 2], [])
+        engine.decoder.forms.serve([0, 2], [])
     while engine.capture_one():
         pass
     seen = []

@@ -60,7 +60,7 @@ def test_nothing_is_captured_while_streams_run(family, kind, seconds):
     """With graphs of all shapes, and with those of one stream and of all slots alone."""
     engine = warm(family.engine(kind, True, N_SLOTS, N_CTX), seconds)
     if seconds == 0:
-        engine.decoder._is_due = lambda form: False  # whatever it costs to go without
+        engine.decoder.forms.is_due = lambda form: False  # whatever it costs to go without
     before = len(engine.decoder.graphs.captured)
     launches = watch(engine)
     got = play(engine, family)
