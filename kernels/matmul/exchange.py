@@ -6,8 +6,8 @@ whether they are there: an empty one holds `EMPTY`, a NaN that no arithmetic giv
 element, as soon as it is seen, and what is read needs no order among other memory.
 
 Programs wait only for those with the next numbers, which do their share of the tile first. These are on the card at the
-same time, or come next: it starts programs in the order of their numbers, and always has room for a few. Slots are empty
-between launches, and the launches of a device run one after another. `joint` says why ranks can do the same.
+same time, or come next: it starts programs in the order of their numbers, and always has room for a few. Slots are
+empty between launches, and the launches of a device run one after another. `joint` says why ranks can do the same.
 """
 
 from triton.experimental import gluon
