@@ -99,6 +99,11 @@ class Launch:
     def padded_rows(self) -> int:
         return self.parts["low"].shape[1]
 
+    @functools.cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one row's super-block; every launch asks for it."""
+        return block_bytes_of(self.parts)
+
 
 @functools.cache
 def capability(index: int | None) -> tuple[int, int]:

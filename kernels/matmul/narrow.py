@@ -19,7 +19,6 @@ from ggufspec.kernels.matmul.cuda import (
     TOKEN_TILES,
     Config,
     Launch,
-    block_bytes_of,
     capability,
 )
 from ggufspec.kernels.matmul.joint import COLUMNS, ROWS, Joint
@@ -182,7 +181,7 @@ def start(
     """
     config, index = config or launch.config, a.rows.device.index
     share, tile, stages, spare = plan(
-        index, launch.padded_rows, launch.n_super_blocks, block_bytes_of(launch.parts), a.rows.shape[0], config
+        index, launch.padded_rows, launch.n_super_blocks, launch.block_bytes, a.rows.shape[0], config
     )
     pdl = capability(index) >= (9, 0) if pdl is None else pdl
     launch_narrow(launch, a, end, config, share, (tile, stages, spare if pdl else 0, max(n_parts, share.n_parts)), pdl)

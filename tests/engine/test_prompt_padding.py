@@ -230,10 +230,8 @@ def test_checkpoints_are_put_away_after_the_first_token(family: Family) -> None:
     assert engine.idle and len(job.generated) == 3
 
 
-def test_short_prompts_do_not_wait_for_steps_in_between(family: Family) -> None:
-    """Prompts that come together have their first tokens one after the other; a running stream waits for no more rows
-    than a chunk may have."""
-    engine = family.engine("plain", False, 6, n_ubatch=64)
+def five_beside_one(engine: Engine, family: Family) -> tuple[Job, list[tuple[int, int]]]:
+    """A running stream that five prompts join; by step, prompts with a first token and tokens of the running stream."""
     running = engine.submit(Request(family.prompts[0], GREEDY, n_predict=60))
     while len(running.generated) < 3:
         engine.step()
@@ -243,6 +241,14 @@ def test_short_prompts_do_not_wait_for_steps_in_between(family: Family) -> None:
         before = len(running.generated)
         engine.step()
         seen.append((sum(bool(job.generated) for job in jobs), len(running.generated) - before))
+    return running, seen
+
+
+def test_short_prompts_do_not_wait_for_steps_in_between(family: Family) -> None:
+    """Prompts that come together have their first tokens one after the other; a running stream waits for no more rows
+    than a chunk may have."""
+    engine = family.engine("plain", False, 6, n_ubatch=64)
+    running, seen = five_beside_one(engine, family)
     # 25 tokens in chunks of 9 and 16; the stream has a token where a chunk is not its prompt's last or 64 rows are full
     assert [n for n, _ in seen] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5]
     assert [n for _, n in seen] == [1, 0, 1, 0, 1, 0, 1, 0, 1, 1]
@@ -253,13 +259,5 @@ def test_short_prompts_do_not_wait_for_steps_in_between(family: Family) -> None:
     assert running.generated == want.generated
 
     engine = family.engine("plain", False, 6, n_ubatch=64, n_checkpoints=0)
-    running = engine.submit(Request(family.prompts[0], GREEDY, n_predict=60))
-    while len(running.generated) < 3:
-        engine.step()
-    jobs = [engine.submit(Request([40 + b, *range(60, 84)], GREEDY, n_predict=30)) for b in range(5)]
-    seen = []
-    while not jobs[-1].generated:
-        before = len(running.generated)
-        engine.step()
-        seen.append((sum(bool(job.generated) for job in jobs), len(running.generated) - before))
+    _, seen = five_beside_one(engine, family)
     assert seen == [(1, 0), (2, 0), (3, 1), (4, 0), (5, 1)]

@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -96,7 +96,7 @@ def rotation(type_name: str, rows: int, columns: int) -> list[Launch]:
     copies = [first]
     for _ in range(n - 1):
         parts = {name: part.clone() for name, part in first.parts.items()}
-        copies.append(Launch(**{**first.__dict__, "parts": parts}))
+        copies.append(replace(first, parts=parts))
     return copies
 
 
