@@ -283,7 +283,7 @@ def parts_of(spec: GdnSpec, B: int, W: int, device: torch.device) -> int:
     """Programs a head is split over; a result's bits do not depend on it."""
     block = triton.next_power_of_2(spec.d)
     parts = max(1, block * block // STATE_ELEMENTS)
-    if W >= SPLIT_ROWS and 2 * parts * spec.n_v * B <= n_processors(device) and block // parts >= 2 * PIECE:
+    while W >= SPLIT_ROWS and 2 * parts * spec.n_v * B <= n_processors(device) and block // parts >= 2 * PIECE:
         parts *= 2
     return parts
 

@@ -95,7 +95,7 @@ def gdn_steps(device: str, real: bool) -> None:
         groups = GDN_GROUPS if real or spec is small[0] else GDN_GROUPS[:1]
         groups = [*groups, *([([(6, 6)], W) for W in range(10, 18)] if real else [])]
         for accepted, width in groups:
-            for parts in (1, 2) if spec.d >= 64 else (1,):
+            for parts in (1, 2, 4) if spec.d >= 64 else (1,):
                 got, grouped = gdn_run(gdn_kernel, device, spec, accepted, width, parts=parts)
                 what = f"{spec}, {parts} parts, grouped as {accepted}"
                 same(got, alone, what)
@@ -128,7 +128,7 @@ def gdn_padding(device: str, real: bool) -> None:
             state.counts[0].copy_(torch.tensor([3, 1, 2, 0])), state.counts[1].copy_(torch.tensor([1, 1, 0, 1]))
             states.append(state)
         with_it, without = states
-        for parts in (1, 2) if spec.d >= 64 else (1,):
+        for parts in (1, 2, 4) if spec.d >= 64 else (1,):
             a = gdn_kernel.step_prepared(*rows, weights, norm, EPS, with_it, slots, n_rows, spec, parts=parts)
             gdn_kernel.accept(with_it, slots, n, n_rows)
             b = gdn_kernel.step_prepared(
