@@ -1,9 +1,10 @@
-"""Attention of narrow batches (decode, verify, draft block): the cells in fixed splits, then their combination.
+"""Attention of narrow batches (decode, verify, draft block): the cells in splits, then their combination.
 
-A split is one stretch of cells; `split_start` is a table of the cell's number alone: 64 splits of 64 cells, 64 of
-128, 64 of 256 and so on, so that a short context keeps many programs busy and a long one needs few pieces. Scores of
-cells a row does not see are -inf and add exact zeros, sums over cells are matrix products whose order does not depend
-on the tile's height, and pieces are added by their number: a row's bits depend on nothing but its own past.
+A split is one stretch of cells, a program's work. How long splits are follows from a row's own position: as short as
+gives the row no more than `most_splits`, so that at any depth about as many programs of equal length start as a card
+runs at once. Scores of cells a row does not see are -inf and add exact zeros, sums over cells are matrix products
+whose order does not depend on the tile's height, and splits are added by their number: a row's bits depend on nothing
+but its own past. Where rows of one step have splits of two lengths, cells are walked once for each.
 """
 
 from __future__ import annotations
@@ -24,36 +25,34 @@ from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
 from ggufspec.kernels.matmul.weight import Activation
 from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap
 
-CHUNK = tl.constexpr(64)  # cells of a split of the lowest level
-# Splits of a level; the next level's are twice as long. The longest split bounds the time of all: at 32k cells of 4 key
-# heads it is 8 tiles of cells, and 264 programs at once have 7.8 tiles each.
-LEVEL = tl.constexpr(64)
+CHUNK = tl.constexpr(64)  # a split is a whole number of chunks of so many cells
+# Programs of a tile of rows that are aimed at: as many as 132 multiprocessors run at once, two each. Before, a split
+# was a function of cells alone (64 of one chunk, 64 of two, 64 of four, ..): 32k cells of 4 key heads were 800
+# programs, and each of the 264 places began three of them, one after the other.
+WAVE = 264
 TILE = 32  # height of a tile of (row, query head) pairs where there are more than 16
+WARPS = 8
+REGISTERS = {16: 128, TILE: None}  # a thread has at most, by height: 128 let two programs into a multiprocessor
+CELLS = 64  # of a tile, at most
+STAGES = 3  # of the loop over tiles, at most
 PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
-PIECES = 32  # splits that the second kernel adds at a time
 DIMS = 64  # value dimensions a program of the second kernel takes; rotations of values are of this size
 
 
-@triton.jit
-def split_start(s):
-    """The first cell of split s."""
-    level = s // LEVEL
-    return (((1 << level) - 1) * LEVEL + ((s % LEVEL) << level)) * CHUNK
+def most_splits(n_kv: int) -> int:
+    """Splits of a causal row at most; the others may have one more."""
+    return max(16, min(127, WAVE // n_kv))
+
+
+def count_splits(n_cells: int, most: int, spare: int) -> int:
+    """Room for splits in a cache of n_cells. spare: 1 where rows see cells behind their own position."""
+    return min(most + spare, triton.cdiv(n_cells, CHUNK.value))
 
 
 @triton.jit
-def split_of(cell):
-    """The split that holds a cell."""
-    runs = (cell // (CHUNK * LEVEL) + 1).to(tl.float32)
-    level = (runs.to(tl.int32, bitcast=True) >> 23) - 127  # floor(log2)
-    return level * LEVEL + (cell - ((1 << level) - 1) * (CHUNK * LEVEL)) // ((1 << level) * CHUNK)
-
-
-def count_splits(n_cells: int) -> int:
-    """Splits that n_cells cells lie in."""
-    level = ((n_cells - 1) // (CHUNK.value * LEVEL.value) + 1).bit_length() - 1
-    start = CHUNK.value * LEVEL.value * ((1 << level) - 1)
-    return LEVEL.value * level + (n_cells - 1 - start) // (CHUNK.value << level) + 1
+def split_cells(position, n_cells, MOST: tl.constexpr):
+    """Cells of each split of rows at positions."""
+    return (tl.minimum(tl.maximum(position, 0), n_cells - 1) // (CHUNK * MOST) + 1) * CHUNK
 
 
 @triton.jit
@@ -61,8 +60,7 @@ def live(
     n_past_ptr, n_rows_ptr, b, W, n_cells, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Of entry b: (n_past, stored positions, used cells, first cell to read, cell to stop at, first split, split to
-    stop at)."""
+    """Of entry b: (n_past, stored positions, used cells, first cell to read, cell to stop at)."""
     n_past = tl.load(n_past_ptr + b).to(tl.int32)
     n_stored = n_past + tl.load(n_rows_ptr + b).to(tl.int32)
     used = tl.minimum(n_stored, n_cells)
@@ -72,8 +70,15 @@ def live(
             end = tl.minimum(end, n_past + W)
         if WINDOW:
             low = tl.maximum(n_past - window + 1, 0) // N * N
-    stop = tl.where(end > low, split_of(tl.maximum(end - 1, 0)) + 1, 0)
-    return n_past, n_stored, used, low, end, split_of(low), stop
+    return n_past, n_stored, used, low, end
+
+
+@triton.jit
+def live_splits(low, end, size, MOST: tl.constexpr, CAUSAL: tl.constexpr, RING: tl.constexpr):
+    """Of rows with splits of `size` cells: (first split, split to stop at)."""
+    if CAUSAL and not RING:
+        end = tl.minimum(end, size * MOST)  # cells past that belong to rows of longer splits
+    return low // size, tl.where(end > low, (end - 1) // size + 1, 0)
 
 
 @triton.jit(do_not_specialize=["W", "n_splits"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
@@ -86,7 +91,8 @@ def split_kernel(
     ROW_K: tl.constexpr, HALF_K: tl.constexpr, ROW_V: tl.constexpr, HALF_V: tl.constexpr,
     KIND_K: tl.constexpr, KIND_V: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
     SPLIT_K: tl.constexpr, SPLIT_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    RING: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, MOST: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (key head and tile of M pairs, place among the programs of the splits, entry): of each pair's splits
     the largest score, the sum of exponentials and the weighted values. part [B, W, H, n_splits, HD_V], top and total
@@ -100,14 +106,17 @@ def split_kernel(
     e, ev = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     slot = tl.load(slot_ptr + b)  # these and the counts below travel together
     q = tl.load(q_ptr + pair[:, None] * HD_K + e[None, :], valid[:, None] & (e < HD_K)[None, :], 0.0)
-    n_past, n_stored, used, low, end, first, stop = live(
-        n_past_ptr, n_rows_ptr, b, W, n_cells, window, CAUSAL, WINDOW, RING, N
-    )
-    mine = stop - 1 - tl.program_id(1)  # the longest splits start first
-    if (mine < first) | (slot < 0):  # no slot is: asked here, its load is not put off until it is needed
+    n_past, n_stored, used, low, end = live(n_past_ptr, n_rows_ptr, b, W, n_cells, window, CAUSAL, WINDOW, RING, N)
+    short = split_cells(n_past + tile * M // G, n_cells, MOST)
+    long = split_cells(n_past + tl.minimum((tile * M + M - 1) // G, W - 1), n_cells, MOST)
+    first, stop = live_splits(low, end, short, MOST, CAUSAL, RING)
+    first_long, stop_long = live_splits(low, end, long, MOST, CAUSAL, RING)
+    n_short = stop - first
+    turns = tl.where(short == long, n_short, n_short + stop_long - first_long)
+    if (tl.program_id(1) >= turns) | (slot < 0):  # no slot is: asked here, its load is not put off until it is needed
         return
-    q *= scale
     position = n_past + row
+    q *= scale
     head_of_slot = slot * n_cells * N_KV + group
     k_ptr += head_of_slot * ROW_K
     v_ptr += head_of_slot * ROW_V
@@ -115,13 +124,14 @@ def split_kernel(
     v_half_ptr += head_of_slot * HALF_V
     PAIRED: tl.constexpr = KIND_V == Q8_0
     ones = tl.full((N, 16), 1.0, TYPE_V)
-    for back in range(stop - 1 - mine, stop - first, tl.num_programs(1)):
-        split = stop - 1 - back
+    for turn in range(tl.program_id(1), turns, tl.num_programs(1)):
+        size = tl.where(turn < n_short, short, long)
+        split = tl.where(turn < n_short, first + turn, first_long + turn - n_short)
         top = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M, 16), tl.float32)
         acc = tl.zeros((M, BLOCK_V // 2 if PAIRED else BLOCK_V), tl.float32)
         odd = acc
-        begins, ends = tl.maximum(split_start(split), low), tl.minimum(split_start(split + 1), end)
+        begins, ends = tl.maximum(split * size, low), tl.minimum((split + 1) * size, end)
         for start in range(begins.to(tl.int64), ends.to(tl.int64), N):
             k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
                           KIND_K, HD_K, BLOCK_K, N, TYPE_K, ASM)  # fmt: skip
@@ -142,21 +152,22 @@ def split_kernel(
             top = higher
         if PAIRED:
             acc = tl.interleave(acc, odd)
+        own = valid & (split_cells(position, n_cells, MOST) == size)
         at = pair * n_splits + split
-        tl.store(top_ptr + at, top, valid)
-        tl.store(total_ptr + at, tl.max(total, 1), valid)  # its columns are equal
-        tl.store(part_ptr + at[:, None] * HD_V + ev[None, :], acc, valid[:, None] & (ev < HD_V)[None, :])
+        tl.store(top_ptr + at, top, own)
+        tl.store(total_ptr + at, tl.max(total, 1), own)  # its columns are equal
+        tl.store(part_ptr + at[:, None] * HD_V + ev[None, :], acc, own[:, None] & (ev < HD_V)[None, :])
 
 
 @triton.jit(do_not_specialize=["W", "n_splits"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
 def combine_kernel(
     part_ptr, top_ptr, total_ptr, sinks_ptr, gate_ptr, n_past_ptr, n_rows_ptr, out_ptr, scale_ptr,
     W, H, n_cells, window, n_splits, gate_row, gate_head, width,
-    HD_V: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    RING: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, SPIN: tl.constexpr, LOG: tl.constexpr, N: tl.constexpr,
-    PREPARED: tl.constexpr, PDL: tl.constexpr,
+    HD_V: tl.constexpr, D: tl.constexpr, MOST: tl.constexpr, PIECES: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr, GATE: tl.constexpr, SPIN: tl.constexpr,
+    LOG: tl.constexpr, N: tl.constexpr, PREPARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head, D value dimensions): the splits' pieces in order, the Hadamard rotation back, the output
+    """Program (row, head, D value dimensions): the splits' pieces at once, the Hadamard rotation back, the output
     gate. out [B, W, H, HD_V], or PREPARED: a matmul's input, rows of `width` halves, and its scale."""
     begin(PDL)
     row, head, e = tl.program_id(0), tl.program_id(1), tl.program_id(2) * D + tl.arange(0, D)
@@ -164,24 +175,20 @@ def combine_kernel(
     z = tl.zeros((D,), tl.float32)
     if GATE:
         z = tl.load(gate_ptr + row.to(tl.int64) * gate_row + head * gate_head + e, mask, 0.0)
-    _, _, _, _, _, first, stop = live(n_past_ptr, n_rows_ptr, row // W, W, n_cells, window, CAUSAL, WINDOW, RING, N)
+    n_past, _, _, low, end = live(n_past_ptr, n_rows_ptr, row // W, W, n_cells, window, CAUSAL, WINDOW, RING, N)
+    size = split_cells(n_past + row % W, n_cells, MOST)
+    first, stop = live_splits(low, end, size, MOST, CAUSAL, RING)
     pair = (row * H + head).to(tl.int64)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((D,), tl.float32)
-    for start in range(first // STEP * STEP, stop, STEP):
-        s = start + tl.arange(0, STEP)
-        inside = (s >= first) & (s < stop)
-        at = pair * n_splits + s
-        tops = tl.load(top_ptr + at, inside, float("-inf"))
-        totals = tl.load(total_ptr + at, inside, 0.0)
-        part = tl.load(part_ptr + at[:, None] * HD_V + e[None, :], inside[:, None] & mask[None, :], 0.0)
-        higher = tl.maximum(top, tl.max(tops, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, shrink = tl.exp(tops - safe), tl.exp(top - safe)
-        total = total * shrink + tl.sum(weight * totals, 0)
-        acc = acc * shrink + tl.sum(weight[:, None] * part, 0)
-        top = higher
+    s = tl.arange(0, PIECES)
+    inside = (s >= first) & (s < stop)
+    at = pair * n_splits + s
+    tops = tl.load(top_ptr + at, inside, float("-inf"))
+    totals = tl.load(total_ptr + at, inside, 0.0)
+    part = tl.load(part_ptr + at[:, None] * HD_V + e[None, :], inside[:, None] & mask[None, :], 0.0)
+    top = tl.max(tops, 0)
+    weight = tl.exp(tops - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight * totals, 0)
+    acc = tl.sum(weight[:, None] * part, 0)
     if SINKS:
         sink = tl.load(sinks_ptr + head)
         higher = tl.maximum(top, sink)
@@ -215,7 +222,8 @@ def pieces(
     halves = (type_k, type_v) == (tl.float16, tl.float16)  # higher tiles of others exceed consumer cards
     M = TILE if halves and W * G > 16 and not old(q.device) else 16
     tiles = triton.cdiv(W * G, M)
-    n_splits = count_splits(kv.n_cells)
+    most = most_splits(n_kv)
+    n_splits = count_splits(kv.n_cells, most, int(kv.ring or not spec.causal))
     programs = max(1, min(n_splits, PROGRAMS // (n_kv * tiles * B)))
     kh, vh = as_halves(kv.k), as_halves(kv.v)
     parts = torch.empty(B, W, H, n_splits, hd_v, dtype=torch.float32, device=q.device)
@@ -226,8 +234,8 @@ def pieces(
         n_kv, G, hd_k, hd_v, max(32, triton.next_power_of_2(hd_k)), max(32, triton.next_power_of_2(hd_v)),
         kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
         kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v, spec.causal, spec.window > 0, kv.ring,
-        M, cells_at_once(kv), not triton.knobs.runtime.interpret, num_warps=8, num_stages=stages(kv),
-        maxnreg=128 if M == 16 else None,  # two programs fit a multiprocessor
+        most, M, cells_at_once(kv), not triton.knobs.runtime.interpret, num_warps=WARPS, num_stages=stages(kv),
+        maxnreg=REGISTERS.get(M),
         **overlap(q),
     )  # fmt: skip
     return parts, tops, totals
@@ -248,14 +256,14 @@ def cells_at_once(kv: KV) -> int:
     n_bytes = sum(
         triton.next_power_of_2(hd) * (4 if compute_type(name)[0] == tl.float32 else 2) for name, hd in widths
     )
-    return 64 if n_bytes <= 1024 else 32 if n_bytes <= 2048 else 16
+    return min(CELLS, 64 if n_bytes <= 1024 else 32 if n_bytes <= 2048 else 16)
 
 
 def stages(kv: KV) -> int:
-    """3: two tiles are on their way while a program works on a third. 2: where tiles are large, or decoded by way of
-    shared memory; other programs fill the gaps. Two programs share 227 KB; consumer cards have 99 KB for one."""
+    """STAGES, 3: two tiles are on their way while a program works on a third. 2: where tiles are large, or decoded by
+    way of shared memory; other programs fill the gaps. Two programs share 227 KB; consumer cards have 99 KB for one."""
     n_bytes = cells_at_once(kv) * sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
-    return 3 if n_bytes <= 40_000 and {kv.type_k, kv.type_v} <= {"f16", "bf16", "f32", "q8_0"} else 2
+    return STAGES if n_bytes <= 40_000 and {kv.type_k, kv.type_v} <= {"f16", "bf16", "f32", "q8_0"} else 2
 
 
 def combine(
@@ -271,12 +279,14 @@ def combine(
         if gate.stride(3) != 1 or (B > 1 and gate.stride(0) != W * gate.stride(1)):
             gate = gate.contiguous()
         gate_row, gate_head = gate.stride(1), gate.stride(2)
+    most = most_splits(kv.n_kv)
     D = DIMS if hd_v % DIMS == 0 else triton.next_power_of_2(hd_v)
     combine_kernel[(B * W, H, triton.cdiv(hd_v, D))](
         parts, tops, totals, q if spec.sinks is None else spec.sinks, q if gate is None else gate, n_past, n_rows,
         out, out if scale is None else scale,
         W, H, kv.n_cells, spec.window, parts.shape[3], gate_row, gate_head, out.shape[-1],
-        hd_v, D, PIECES, spec.causal, spec.window > 0, kv.ring, spec.sinks is not None, gate is not None,
+        hd_v, D, most, triton.next_power_of_2(most + 1), spec.causal, spec.window > 0, kv.ring,
+        spec.sinks is not None, gate is not None,
         kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, cells_at_once(kv), scale is not None,
         num_warps=4, **overlap(q),
     )  # fmt: skip

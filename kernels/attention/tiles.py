@@ -39,7 +39,7 @@ def load_pairs(
     transposed on their way out of shared memory.
     """
     n, e, block = tl.arange(0, N)[:, None], tl.arange(0, BLOCK // 2)[None, :], tl.arange(0, BLOCK // 32)[None, :]
-    held = start + n < used
+    held = n < (used - start).to(tl.int32)
     rows = half_ptr + start * HALVES + n * HALVES
     codes = tl.load(rows + e, held if HD == BLOCK else held & (e < HD // 2), 0.0).to(tl.int16, bitcast=True)
     d = tl.load(rows + (HD // 2 + block), held if HD == BLOCK else held & (block < HD // 32), 0.0)
@@ -66,7 +66,7 @@ def load_tile(
     ASM: convert with PTX (not in the interpreter).
     """
     n, e = tl.arange(0, N)[:, None], tl.arange(0, BLOCK)[None, :]
-    held = start + n < used
+    held = n < (used - start).to(tl.int32)
     inside = held if HD == BLOCK else held & (e < HD)
     rows = row_ptr + start * CELL + n * CELL
     if KIND == PLAIN:

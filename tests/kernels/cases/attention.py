@@ -126,36 +126,50 @@ def attention_padding(device: str, real: bool) -> None:
 
 
 @triton.jit
-def splits_kernel(cell_ptr, split_ptr, start_ptr, next_ptr):
+def split_cells_kernel(position_ptr, size_ptr, n_cells, MOST: tl.constexpr):
     i = tl.program_id(0)
-    split = narrow.split_of(tl.load(cell_ptr + i))
-    tl.store(split_ptr + i, split)
-    tl.store(start_ptr + i, narrow.split_start(split))
-    tl.store(next_ptr + i, narrow.split_start(split + 1))
+    tl.store(size_ptr + i, narrow.split_cells(tl.load(position_ptr + i), n_cells, MOST))
 
 
 @case
 def attention_splits(device: str, real: bool) -> None:
-    """Splits hold every cell once; their number, and how many a program takes, change no bit."""
-    cells = torch.tensor([0, 63, 64, 4095, 4096, 4223, 4224, 12287, 12288, 28671, 28672, 61439, 61440, 1 << 20])
-    out = torch.zeros(3, len(cells), dtype=torch.int32, device=device)
-    splits_kernel[(len(cells),)](cells.int().to(device), *out, enable_fp_fusion=True)
-    split, start, stop = out.cpu().long()
-    assert bool(((start <= cells) & (cells < stop)).all()), (start, stop)
-    same(split, torch.tensor([narrow.count_splits(int(cell) + 1) - 1 for cell in cells]), "splits")
-    same(stop - start, torch.tensor([64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 512, 512, 1024, 16384]), "sizes")
-    n_kv, G, hd, n, W = (4, 6, 256, 20000, 16) if real else (1, 3, 32, 4300, 2)
-    mine, kv = filled(device, "q8_0", "f16", n, n, n_kv, hd, hd)
-    q, spec = random(1, W, n_kv * G, hd), AttentionSpec(hd**-0.5)
-    expected = attention_plain.attend(q, mine, one(1), one(n - W), one(W), spec)
-    all_programs = narrow.PROGRAMS
-    outs = []
-    for programs in (all_programs, 3, 7):
-        narrow.PROGRAMS = programs * n_kv
-        outs.append(attention_triton.attend(q.to(device), kv, *on(device, one(1), one(n - W), one(W)), spec))
-    narrow.PROGRAMS = all_programs
-    close(outs[0], expected, 2e-3, "many splits")
-    same(outs[1], outs[0], "programs of several splits"), same(outs[2], outs[0], "programs of several splits")
+    """Splits are as short as their number allows. How many a program takes, and rows beside a row that have shorter
+    or longer ones, change no bit."""
+    positions, n_cells = torch.tensor([-1, 0, 1023, 1024, 2047, 2048, 32767, 32768, 65535, 1 << 20]), 1 << 16
+    sizes = torch.zeros(len(positions), dtype=torch.int32, device=device)
+    split_cells_kernel[(len(positions),)](positions.int().to(device), sizes, n_cells, 16, enable_fp_fusion=True)
+    same(sizes, torch.tensor([64, 64, 64, 128, 128, 192, 2048, 2112, 4096, 4096]), "cells of a split")
+    n_kv, G, hd = (4, 6, 256) if real else (2, 3, 32)
+    most, programs = narrow.most_splits, narrow.PROGRAMS
+    assert [most(n) for n in (1, 2, 4, 8, 16, 64)] == [127, 127, 66, 33, 16, 16]
+    if not real:
+        narrow.most_splits = lambda n_kv: 2
+    border = 64 * narrow.most_splits(n_kv) * 2  # of splits of two chunks and of three
+    for type_name, causal, window, ring, n_cells in (
+        ("q8_0", True, 0, False, border + 300), ("f16", False, 0, False, border + 300),
+        ("f16", True, 70, False, border + 300), ("q8_0", True, border - 50, True, border),
+        ("f16", False, border - 50, True, border),
+    ):  # fmt: skip
+        for W, before in ((16, 9), (32, 5)) if real else ((6, 3),):
+            what = f"{type_name} causal {causal} window {window} ring {ring} width {W}"
+            n_past = border - before
+            mine, kv = filled(device, type_name, type_name, n_past + W, n_cells, n_kv, hd, hd, ring)
+            q, spec = random(1, W, n_kv * G, hd), AttentionSpec(hd**-0.5, causal, window)
+            expected = attention_plain.attend(q, mine, one(1), one(n_past), one(W), spec)
+            outs = []
+            for at_once in (programs, 3 * n_kv, n_kv):
+                narrow.PROGRAMS = at_once
+                counts = on(device, one(1), one(n_past), one(W))
+                outs.append(attention_triton.attend(q.to(device), kv, *counts, spec))
+            narrow.PROGRAMS = programs
+            close(outs[0], expected, 2e-3, what)
+            same(outs[1], outs[0], f"{what}, several splits a program"), same(outs[2], outs[0], f"{what}, one program")
+            if causal and not ring:  # a ring that is full has lost what the first rows alone would see
+                for i in range(W):
+                    counts = on(device, one(1), one(n_past + i), one(1))
+                    alone = attention_triton.attend(q[:, i : i + 1].to(device), kv, *counts, spec)
+                    same(alone, outs[0][:, i : i + 1], f"{what}, row {i} alone")
+    narrow.most_splits = most
 
 
 @case
