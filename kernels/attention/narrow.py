@@ -32,7 +32,7 @@ CHUNK = tl.constexpr(64)  # a split is a whole number of chunks of so many cells
 WAVE = 264
 TILE = 32  # height of a tile of (row, query head) pairs where there are more than 16
 WARPS = 8
-REGISTERS = {16: 128, TILE: None}  # a thread has at most, by height: 128 let two programs into a multiprocessor
+REGISTERS: int | None = 128  # of a thread, at most: two programs fit a multiprocessor; the loop spills nothing
 CELLS = 64  # of a tile, at most
 STAGES = 3  # of the loop over tiles, at most
 PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
@@ -103,9 +103,16 @@ def split_kernel(
     row, head = index // G, group * G + index % G
     valid = row < W
     pair = ((b * W + row) * (N_KV * G) + head).to(tl.int64)
-    e, ev = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    PAIRED_K: tl.constexpr = KIND_K == Q8_0
+    PAIRED: tl.constexpr = KIND_V == Q8_0
+    STRIDE: tl.constexpr = 2 if PAIRED_K else 1
+    e, ev = tl.arange(0, BLOCK_K // STRIDE), tl.arange(0, BLOCK_V)
     slot = tl.load(slot_ptr + b)  # these and the counts below travel together
-    q = tl.load(q_ptr + pair[:, None] * HD_K + e[None, :], valid[:, None] & (e < HD_K)[None, :], 0.0)
+    q_ptr += pair[:, None] * HD_K + STRIDE * e[None, :]
+    there = valid[:, None] & (STRIDE * e < HD_K)[None, :]
+    q, q_odd = tl.load(q_ptr, there, 0.0), 0.0
+    if PAIRED_K:
+        q_odd = tl.load(q_ptr + 1, there, 0.0)
     n_past, n_stored, used, low, end = live(n_past_ptr, n_rows_ptr, b, W, n_cells, window, CAUSAL, WINDOW, RING, N)
     short = split_cells(n_past + tile * M // G, n_cells, MOST)
     long = split_cells(n_past + tl.minimum((tile * M + M - 1) // G, W - 1), n_cells, MOST)
@@ -117,12 +124,12 @@ def split_kernel(
         return
     position = n_past + row
     q *= scale
+    q_odd *= scale
     head_of_slot = slot * n_cells * N_KV + group
     k_ptr += head_of_slot * ROW_K
     v_ptr += head_of_slot * ROW_V
     k_half_ptr += head_of_slot * HALF_K
     v_half_ptr += head_of_slot * HALF_V
-    PAIRED: tl.constexpr = KIND_V == Q8_0
     ones = tl.full((N, 16), 1.0, TYPE_V)
     for turn in range(tl.program_id(1), turns, tl.num_programs(1)):
         size = tl.where(turn < n_short, short, long)
@@ -133,10 +140,15 @@ def split_kernel(
         odd = acc
         begins, ends = tl.maximum(split * size, low), tl.minimum((split + 1) * size, end)
         for start in range(begins.to(tl.int64), ends.to(tl.int64), N):
-            k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
-                          KIND_K, HD_K, BLOCK_K, N, TYPE_K, ASM)  # fmt: skip
+            if PAIRED_K:
+                k, k_odd = load_pairs(k_half_ptr, start, used, N_KV * HALF_K, HD_K, BLOCK_K, N, ASM)
+                scores = product(q, tl.trans(k), SPLIT_K) + product(q_odd, tl.trans(k_odd), SPLIT_K)
+            else:
+                k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
+                              KIND_K, HD_K, BLOCK_K, N, TYPE_K, ASM)  # fmt: skip
+                scores = product(q, tl.trans(k), SPLIT_K)
             seen = visible(start, position, valid, n_stored, used, n_cells, window, CAUSAL, WINDOW, RING, N)
-            scores = tl.where(seen, product(q, tl.trans(k), SPLIT_K), float("-inf"))
+            scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
             p = tl.exp(scores - safe[:, None])
@@ -235,7 +247,7 @@ def pieces(
         kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
         kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v, spec.causal, spec.window > 0, kv.ring,
         most, M, cells_at_once(kv), not triton.knobs.runtime.interpret, num_warps=WARPS, num_stages=stages(kv),
-        maxnreg=REGISTERS.get(M),
+        maxnreg=REGISTERS,
         **overlap(q),
     )  # fmt: skip
     return parts, tops, totals
