@@ -34,6 +34,7 @@ TILE = 32  # height of a tile of (row, query head) pairs where there are more th
 WARPS = 8
 REGISTERS: int | None = 128  # of a thread, at most: two programs fit a multiprocessor; the loop spills nothing
 CELLS = 64  # of a tile, at most
+TILE_BYTES = 36_000  # likewise: two programs of two tiles each share 227 KB, consumer cards have 99 KB for one
 STAGES = 3  # of the loop over tiles, at most
 PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
 DIMS = 64  # value dimensions a program of the second kernel takes; rotations of values are of this size
@@ -260,22 +261,30 @@ def old(device: torch.device) -> bool:
 
 
 def cells_at_once(kv: KV) -> int:
-    """Cells of a tile: at most 64, and as many keys and values as 64 KB hold in the types they are multiplied in.
-    Cache and card alone decide, as the order of sums follows from it."""
+    """Cells of a tile: at most CELLS, as many keys and values as 64 KB hold in the types they are multiplied in, and
+    as many as TILE_BYTES hold as they are stored. Cache and card alone decide, as the order of sums follows from it."""
     if old(kv.device):
         return 16
     widths = ((kv.type_k, kv.hd_k), (kv.type_v, kv.hd_v))
     n_bytes = sum(
         triton.next_power_of_2(hd) * (4 if compute_type(name)[0] == tl.float32 else 2) for name, hd in widths
     )
-    return min(CELLS, 64 if n_bytes <= 1024 else 32 if n_bytes <= 2048 else 16)
+    n = min(CELLS, 64 if n_bytes <= 1024 else 32 if n_bytes <= 2048 else 16)
+    while n > 16 and n * cell_bytes(kv) > TILE_BYTES:
+        n //= 2
+    return n
+
+
+def cell_bytes(kv: KV) -> int:
+    """Bytes of a cell's key and value of one head."""
+    return sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
 
 
 def stages(kv: KV) -> int:
-    """STAGES, 3: two tiles are on their way while a program works on a third. 2: where tiles are large, or decoded by
-    way of shared memory; other programs fill the gaps. Two programs share 227 KB; consumer cards have 99 KB for one."""
-    n_bytes = cells_at_once(kv) * sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
-    return STAGES if n_bytes <= 40_000 and {kv.type_k, kv.type_v} <= {"f16", "bf16", "f32", "q8_0"} else 2
+    """STAGES, 3: one tile is always on its way while a program works on another. 2: where tiles are large, or decoded
+    by way of shared memory; a program then waits for each tile, and other programs fill the gaps."""
+    small = cells_at_once(kv) * cell_bytes(kv) <= TILE_BYTES
+    return STAGES if small and {kv.type_k, kv.type_v} <= {"f16", "bf16", "f32", "q8_0"} else 2
 
 
 def combine(
