@@ -31,8 +31,8 @@ CHUNK = tl.constexpr(64)  # a split is a whole number of chunks of so many cells
 # programs, and each of the 264 places began three of them, one after the other.
 WAVE = 264
 TILE = 32  # height of a tile of (row, query head) pairs where there are more than 16
-WARPS = 8
-REGISTERS: int | None = 128  # of a thread, at most: two programs fit a multiprocessor; the loop spills nothing
+WARPS = 8  # of a program whose tiles have 64 cells, one for 8 of them
+REGISTERS = 32_768  # of a program: two fit a multiprocessor. What threads have to spill is outside the loop
 CELLS = 64  # of a tile, at most
 TILE_BYTES = 36_000  # likewise: two programs of two tiles each share 227 KB, consumer cards have 99 KB for one
 STAGES = 3  # of the loop over tiles, at most
@@ -238,6 +238,7 @@ def pieces(
     most = most_splits(n_kv)
     n_splits = count_splits(kv.n_cells, most, int(kv.ring or not spec.causal))
     programs = max(1, min(n_splits, PROGRAMS // (n_kv * tiles * B)))
+    warps = warps_for(kv)
     kh, vh = as_halves(kv.k), as_halves(kv.v)
     parts = torch.empty(B, W, H, n_splits, hd_v, dtype=torch.float32, device=q.device)
     tops, totals = torch.empty(2, B, W, H, n_splits, dtype=torch.float32, device=q.device).unbind(0)
@@ -247,8 +248,8 @@ def pieces(
         n_kv, G, hd_k, hd_v, max(32, triton.next_power_of_2(hd_k)), max(32, triton.next_power_of_2(hd_v)),
         kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
         kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v, spec.causal, spec.window > 0, kv.ring,
-        most, M, cells_at_once(kv), not triton.knobs.runtime.interpret, num_warps=WARPS, num_stages=stages(kv),
-        maxnreg=REGISTERS,
+        most, M, cells_at_once(kv), not triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages(kv),
+        maxnreg=min(255, REGISTERS // (32 * warps)),
         **overlap(q),
     )  # fmt: skip
     return parts, tops, totals
@@ -278,6 +279,12 @@ def cells_at_once(kv: KV) -> int:
 def cell_bytes(kv: KV) -> int:
     """Bytes of a cell's key and value of one head."""
     return sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
+
+
+def warps_for(kv: KV) -> int:
+    """A tile of 32 cells has four pieces of 8 for the tensor cores: more warps would work out the same scores."""
+    tensor_cores = tl.float32 not in (compute_type(kv.type_k)[0], compute_type(kv.type_v)[0]) and not old(kv.device)
+    return WARPS // 2 if tensor_cores and cells_at_once(kv) < CELLS else WARPS
 
 
 def stages(kv: KV) -> int:

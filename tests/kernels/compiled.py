@@ -70,7 +70,9 @@ def attention() -> None:
         kv = kvs.allocate(*types, 1, 512, 4, 256, 256, "cpu")
         kv_triton.norm_rope_store(kv, q, k, k, slots, positions, (w, w, 1e-6), (cos, sin, spec))
         mask = AttentionSpec(0.1, window=100, sinks=torch.zeros(24))
-        attention_triton.attend(q, kv, slots, n, n, mask, gate=q)
+        for width in (1, 8):  # tiles of two heights
+            rows = q[:, :width]
+            attention_triton.attend(rows, kv, slots, n, n, mask, gate=rows)
         if types[0] == "q8_0":
             attention_triton.attend(torch.zeros(1, 40, 24, 256), kv, slots, n, n, AttentionSpec(0.1))
 
