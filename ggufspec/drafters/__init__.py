@@ -64,8 +64,8 @@ class Drafter(Protocol):
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         """Draft what follows `last` [B], which will stand at position `n_past` [B] of `slots` [B].
 
-        `n` <= n_max is the width of the result. A drafter works at its own n_max and cuts, so that asking for
-        fewer does not change the tokens. Entries with n_past -1 are padding: their slots stay as they are.
+        `n` <= n_max is the width of the result, and of a block, whose tokens depend on it a little. Entries with
+        n_past -1 are padding: their slots stay as they are.
         """
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:

@@ -53,11 +53,10 @@ class BlockDrafter:
         self.taps = config.target_layers
         self.n_max = clamp(options, config.n_limit, config.block_size)
         self.n_min = min(options.n_min, config.n_limit)
-        self.width = self.n_max + config.first_row  # rows of the block; follows n_max, not the trained size
         self.stats = Statistics(name, self.n_max)
         common = config.common
         # Rejected rows and the block must fit beside a window without overwriting it.
-        self.n_beside = beside = max(self.width, max_rows)
+        self.n_beside = beside = max(self.n_max + config.first_row, max_rows)
         self.kvs = [
             kv.allocate(
                 type_k,
@@ -79,7 +78,7 @@ class BlockDrafter:
         return sum(own.n_bytes for own in self.kvs)
 
     def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
-        """A block of `width` rows, last [B] to target ids and what p_min is compared with, both [B, n_max]."""
+        """A block that drafts n tokens, last [B] to target ids and what p_min is compared with, both [B, n]."""
         raise NotImplementedError
 
     def begin(self, slot: int, prompt: list[int]) -> None:
@@ -94,7 +93,9 @@ class BlockDrafter:
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
         slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
-        tokens, n_rows = masked_block(last, self.backbone.config.mask_token_id, self.width, n_past)
+        config = self.backbone.config
+        width = max(n, self.n_min) + config.first_row  # the block follows what is asked for, not the trained size
+        tokens, n_rows = masked_block(last, config.mask_token_id, width, n_past)
         rows = Rows(tokens, slots, n_past, n_rows, tentative=True)
         chosen, scores = self.choose(self.backbone.block(rows, self.kvs), last)
         draft = limit(chosen, scores, n, self.n_min, self.options.p_min)

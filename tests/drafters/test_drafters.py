@@ -89,14 +89,23 @@ def test_a_batch_drafts_what_each_slot_drafts_alone(folder, hybrid, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_fewer_tokens_are_a_prefix(folder, hybrid, name):
-    drafter = make(folder, hybrid, name)
-    generate(hybrid[1], drafter, PROMPT, 1, banned=(0,))
+@torch.inference_mode()
+def test_fewer_tokens_are_those_of_a_drafter_set_to_fewer(folder, hybrid, name):
+    """A block's width changes its drafts: that of a step that asks for n tokens follows n."""
+    cache = hybrid[1].new_cache(1, 512, "f32", "f32")
+    rows = prompt_rows(torch.tensor(PROMPT), 0, 0)
     place = one(0), one(3), one(len(PROMPT))
-    full = drafter.propose(*place, 4)
-    for n in (1, 2, 3):
-        part = drafter.propose(*place, n)
-        assert part.tokens.shape == (1, n) and torch.equal(part.tokens, full.tokens[:, :n])
+
+    def drafted(n_max, n):
+        drafter = make(folder, hybrid, name, n_max=n_max)
+        cache.reset(0)
+        drafter.observe(rows, hybrid[1].forward(rows, cache, taps=drafter.taps, logits="none"))
+        return drafter.propose(*place, n)
+
+    for n in (1, 2, 3, 4):
+        few, own = drafted(4, n), drafted(n, n)
+        assert few.tokens.shape == (1, n) and torch.equal(few.tokens, own.tokens)
+        assert torch.equal(few.n_tokens, own.n_tokens)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -230,16 +230,12 @@ def longest(choice: DrafterChoice, length: Length) -> int:
 
 
 def set_width(engine: SteadyEngine, n_max: int) -> int:
-    """Draft n_max tokens a step from now on (or as many as the drafter can); returns how many.
-
-    A block drafter's block follows n_max, as when it is loaded with that n_max.
-    """
+    """Draft n_max tokens a step from now on (or as many as the drafter can); returns how many."""
     drafter = engine.drafter
     assert drafter is not None
     if isinstance(drafter, BlockDrafter):
         n_max = min(n_max, drafter.backbone.config.n_limit)
         drafter.n_max = drafter.stats.n_max = n_max
-        drafter.width = n_max + drafter.backbone.config.first_row
     engine.n_max = min(n_max, drafter.n_max)
     return engine.n_max
 
