@@ -57,12 +57,10 @@ class Captured:
 class Graphs:
     """All graphs of one engine, in one memory pool."""
 
-    def __init__(self, device: torch.device, mutable: Callable[[], list[Tensor]],
-                 on_capture: Callable[[str], None] | None = None):
+    def __init__(self, device: torch.device, mutable: Callable[[], list[Tensor]]):
         """`mutable`: the tensors that running a stage twice would change twice; warm-up runs restore them."""
         self.device = device
         self.mutable = mutable
-        self.on_capture = on_capture
         self.captured: dict[Hashable, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.n_bytes = 0
@@ -119,17 +117,15 @@ class Graphs:
         entry = self.captured.get(key)
         if entry is None:
             began = time.perf_counter()
-            entry = self._capture(str(name), stage, arguments, n_graphs, n_warm_up, is_harmless)
+            entry = self._capture(stage, arguments, n_graphs, n_warm_up, is_harmless)
             self.captured[key] = entry
             self._names.add(name)
             self._fixed.update(t.data_ptr() for _, outputs in entry.graphs for t in tensors_of(outputs))
             log.debug("captured %s in %.0f ms", name, 1000 * (time.perf_counter() - began))
         return entry
 
-    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int,
-                 n_warm_up: int, is_harmless: bool) -> Captured:
-        if self.on_capture is not None:
-            self.on_capture(name)
+    def _capture(self, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int, n_warm_up: int,
+                 is_harmless: bool) -> Captured:
         inputs = tuple(
             a if a.data_ptr() in self._fixed else torch.empty_like(a, device=self.device).copy_(a) for a in arguments
         )

@@ -222,10 +222,6 @@ class Decoder:
         """Entries of a step with n drafted tokens, padding included: only captured ones have any."""
         return self.forms.n_entries(n_streams, n)
 
-    def has_graph(self, n_streams: int, n: int) -> bool:
-        """See `Forms.has_graph`."""
-        return self.forms.has_graph(n_streams, n)
-
     def n_uniforms(self, n: int) -> int:
         """Random numbers of synthetic acceptance that an entry of a step is given."""
         return 0 if self.synthetic is None or self.drafter is None else n + self.drafter.n_max

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,7 +88,6 @@ class Engine:
         checkpoint_step: int = 8192,
         prompt_cache: PromptCache | None = None,
         use_graphs: bool = True,
-        on_capture: Callable[[str], None] | None = None,
         link: Link | None = None,
         synthetic: SyntheticAcceptance | None = None,
         policy: Adaptive | None = None,
@@ -109,8 +108,8 @@ class Engine:
         self.crowded: list[Slot] = []  # with more checkpoints on their device than are to stay there
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
-        graphs = Graphs(self.device, self._mutable, on_capture) if use_graphs and self._can_capture() else None
-        stages = StageGraphs(target, self.cache, on_capture) if use_graphs and self._has_stages() else None
+        graphs = Graphs(self.device, self._mutable) if use_graphs and self._can_capture() else None
+        stages = StageGraphs(target, self.cache) if use_graphs and self._has_stages() else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead, stages)
         self.prefill = Prefill(target, drafter, self.cache, graphs, stages)
         self.link = link

@@ -60,13 +60,6 @@ class Forms:
         found = self._nearest(wanted, n_streams)
         return found.size if found is not None and found.n == n else size
 
-    def has_graph(self, n_streams: int, n: int) -> bool:
-        """Whether a step of n_streams streams with n drafted tokens, sampled like the last one, costs no capture and is
-        not taken in another's place. True where nothing is captured."""
-        if self.decoder.graphs is None:
-            return True
-        return self.decoder.graphs.has(self._shape(self.sampling, n, self._own_entries(n_streams, n)))
-
     def _own_entries(self, n_streams: int, n: int) -> int:
         if self.decoder.graphs is None and self.decoder.run_stage is None:
             return n_streams

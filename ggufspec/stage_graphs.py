@@ -6,7 +6,7 @@ captured like decode steps: launched one by one, the host would be slower than t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class StageGraphs:
     """`Model.run_stage` for one cache. Stages on the CPU run as they are."""
 
-    def __init__(self, model: Model, cache: Cache, on_capture: Callable[[str], None] | None = None):
+    def __init__(self, model: Model, cache: Cache):
         self.model = model
         self.cache = cache
         self.graphs = {
             # Of this device alone: when a later stage is captured, the earlier ones have run the step already.
-            stage.device: Graphs(stage.device, partial(cache.mutable, stage.device), on_capture)
+            stage.device: Graphs(stage.device, partial(cache.mutable, stage.device))
             for stage in model.stages
             if stage.device.type == "cuda"
         }

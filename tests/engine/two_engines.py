@@ -85,11 +85,11 @@ class Replays(Graphs):
     """The bookkeeping of captured steps without a GPU."""
 
     def __init__(self, mutable: Callable[[], list[torch.Tensor]]):
-        self.device, self.mutable, self.on_capture = torch.device("cpu"), mutable, None
+        self.device, self.mutable = torch.device("cpu"), mutable
         self.captured, self._fixed, self._names = {}, set(), set()
         self.n_bytes = 0
 
-    def _capture(self, name: str, stage: Callable[..., Any], arguments: tuple[torch.Tensor, ...], n_graphs: int,
+    def _capture(self, stage: Callable[..., Any], arguments: tuple[torch.Tensor, ...], n_graphs: int,
                  n_warm_up: int, is_harmless: bool = False) -> Captured:
         inputs = tuple(argument.clone() for argument in arguments)
         kept = [] if is_harmless else [(tensor, tensor.clone()) for tensor in self.mutable()]
