@@ -144,7 +144,7 @@ def adaptive(session: Session, data: Data) -> Iterator[Said]:
     Everything twice, the second time in the opposite order, from equally full caches. "at first": the steps right after
     the change to this kind of text, whose acceptance nobody has told the policy.
     """
-    crowds = {1: (2, 3), 3: (2, 2)} if session.is_smoke else {1: (32, 64), 12: (16, 32), 24: (12, 24)}
+    crowds = {1: (2, 1, 3), 3: (2, 1, 2)} if session.is_smoke else {1: (32, 32, 64), 12: (16, 16, 96), 24: (12, 12, 64)}
     kinds = {"code": 0.9, "prose": 0.15} if session.is_smoke else KINDS
     bench = session.bench(max(crowds), 1024)
     rows: list[list[str]] = []
@@ -155,7 +155,7 @@ def adaptive(session: Session, data: Data) -> Iterator[Said]:
         policy = adaptive_for(drafter)
         lengths = list(range(crowd.most + 1))
         lengths = lengths[:: crowd.most] if session.is_smoke else lengths
-        for n_streams, (n_fixed, n_auto) in crowds.items():
+        for n_streams, (n_fixed, n_first, n_auto) in crowds.items():
             plain.grow(n_streams)
             crowd.grow(n_streams)
             crowd.use(None, [0.5 ** (i + 1) for i in range(crowd.most)], policy)
@@ -171,7 +171,7 @@ def adaptive(session: Session, data: Data) -> Iterator[Said]:
                         add(cells, f"n={n}", crowd.run(n_fixed))
                     policy.forget_texts()
                     crowd.use(None, rates, policy)
-                    add(cells, "at first", crowd.run(n_auto // 2, 0))
+                    add(cells, "at first", crowd.run(n_first, 0))
                     add(cells, "auto", crowd.run(n_auto, 0))
                 found.append(adaptive_cell(name, kind, rates, cells))
                 rows.append(adaptive_row(found[-1]))
