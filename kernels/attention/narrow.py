@@ -238,7 +238,7 @@ def pieces(
     most = most_splits(n_kv)
     n_splits = count_splits(kv.n_cells, most, int(kv.ring or not spec.causal))
     programs = max(1, min(n_splits, PROGRAMS // (n_kv * tiles * B)))
-    warps = warps_for(kv)
+    warps = warps_for(kv, M)
     kh, vh = as_halves(kv.k), as_halves(kv.v)
     parts = torch.empty(B, W, H, n_splits, hd_v, dtype=torch.float32, device=q.device)
     tops, totals = torch.empty(2, B, W, H, n_splits, dtype=torch.float32, device=q.device).unbind(0)
@@ -281,8 +281,11 @@ def cell_bytes(kv: KV) -> int:
     return sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
 
 
-def warps_for(kv: KV) -> int:
-    """A tile of 32 cells has four pieces of 8 for the tensor cores: more warps would work out the same scores."""
+def warps_for(kv: KV, M: int) -> int:
+    """A tile of 32 cells has four pieces of 8 for the tensor cores: more warps would work out the same scores. Of high
+    tiles of q8_0, four warps keep in registers what eight have to spill. No sum's order depends on it."""
+    if M > 16 and (kv.type_k, kv.type_v) == ("q8_0", "q8_0") and not old(kv.device):
+        return WARPS // 2
     tensor_cores = tl.float32 not in (compute_type(kv.type_k)[0], compute_type(kv.type_v)[0]) and not old(kv.device)
     return WARPS // 2 if tensor_cores and cells_at_once(kv) < CELLS else WARPS
 
