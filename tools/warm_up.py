@@ -23,7 +23,7 @@ QUIET_SECONDS = 0.5  # no bar for what is over at once
 
 N_PROMPT, N_STEPS = 8, 4
 PROMPT_SECONDS = 10.0  # widths of prompts that are not captured by then are when they are first needed
-STEP_SECONDS = 2.0  # steps that are not captured by then are when nobody waits
+STEP_SECONDS = 8.0  # steps that are not captured by then are when nobody waits
 
 
 def warm_up(runtime: Runtime, step_seconds: float = STEP_SECONDS) -> None:
