@@ -78,7 +78,7 @@ class BlockDrafter:
         return sum(own.n_bytes for own in self.kvs)
 
     def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
-        """A block that drafts n tokens, last [B] to target ids and what p_min is compared with, both [B, n]."""
+        """A block of n + first_row rows, last [B] to target ids and what p_min is compared with, both [B, n]."""
         raise NotImplementedError
 
     def begin(self, slot: int, prompt: list[int]) -> None:

@@ -284,7 +284,7 @@ def cell_bytes(kv: KV) -> int:
 def warps_for(kv: KV, M: int) -> int:
     """A tile of 32 cells has four pieces of 8 for the tensor cores: more warps would work out the same scores. Of high
     tiles of q8_0, four warps keep in registers what eight have to spill. No sum's order depends on it."""
-    if M > 16 and (kv.type_k, kv.type_v) == ("q8_0", "q8_0") and not old(kv.device):
+    if M > 16 and (kv.type_k, kv.type_v) == ("q8_0", "q8_0"):
         return WARPS // 2
     tensor_cores = tl.float32 not in (compute_type(kv.type_k)[0], compute_type(kv.type_v)[0]) and not old(kv.device)
     return WARPS // 2 if tensor_cores and cells_at_once(kv) < CELLS else WARPS

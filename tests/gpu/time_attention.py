@@ -23,8 +23,8 @@ from ggufspec.kernels.attention import narrow
 from ggufspec.kernels.kv.hadamard import rotate
 
 # Values of `narrow`'s constants. WAVE 264 is two programs on each of 132 multiprocessors; a third of the registers and
-# tiles of 32 q8_0 cells let three in. Half of WARPS is taken for tiles of
-# less than CELLS cells, and for high ones of q8_0.
+# tiles of 32 q8_0 cells let three in. Half of WARPS is taken for tiles of less than CELLS cells, and for high ones of
+# q8_0.
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "q8_0 4 warps": {"WARPS": 4},
