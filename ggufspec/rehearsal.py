@@ -66,8 +66,8 @@ def stream_counts(n_slots: int) -> list[int]:
 
 
 def draft_lengths(n_max: int) -> list[int]:
-    """Lengths between which none are needed either, with one stream alone."""
-    return sorted({0, n_max, *(n for n in (7, 15, 31, 63) if n < n_max)})
+    """Lengths between which none are needed either, with one stream alone. A block of one token has its own."""
+    return sorted({0, min(1, n_max), n_max, *(n for n in (7, 15, 31, 63) if n < n_max)})
 
 
 @contextmanager

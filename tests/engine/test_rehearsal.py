@@ -63,7 +63,7 @@ def test_a_rehearsal_leaves_no_trace(family: Family, kind: str) -> None:
 
 def test_what_is_rehearsed() -> None:
     assert stream_counts(1) == [1] and stream_counts(6) == [1, 2, 4, 6]
-    assert draft_lengths(0) == [0] and draft_lengths(3) == [0, 3] and draft_lengths(15) == [0, 7, 15]
+    assert draft_lengths(0) == [0] and draft_lengths(3) == [0, 1, 3] and draft_lengths(15) == [0, 1, 7, 15]
 
 
 def run(code: str, **environment: str) -> None:
