@@ -2,52 +2,45 @@
 
 A split is one stretch of cells, a program's work. How long splits are follows from a row's own position: as short as
 gives the row no more than `most_splits`, so that at any depth about as many programs of equal length start as a card
-runs at once. Scores of cells a row does not see are -inf and add exact zeros, sums over cells are matrix products
-whose order does not depend on the tile's height, and splits are added by their number: a row's bits depend on nothing
-but its own past. Where rows of one step have splits of two lengths, cells are walked once for each.
+runs at once. Cells are the tensor cores' long side, (row, query head) pairs their columns, padded to 8, 16 or 32:
+what a cell costs, the conversion of its bytes, is done once for a tile's columns, and few columns cost little. Scores
+of cells a row does not see are -inf and add exact zeros, sums over cells are matrix products whose order does not
+depend on how many columns a tile has, and splits are added by their number: a row's bits depend on nothing but its
+own past. Where rows of one step have splits of two lengths, cells are walked once for each.
+
+Exponentials are powers of two (scores and `top` are in units of log 2): the hardware's own instruction.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.attention import shape
+from ggufspec.kernels.attention.shape import CHUNK
 from ggufspec.kernels.attention.spec import AttentionSpec
-from ggufspec.kernels.attention.tiles import compute_type, load_pairs, load_tile, product, visible
+from ggufspec.kernels.attention.tiles import (
+    compute_type,
+    load_pairs,
+    load_pairs_turned,
+    load_plain_turned,
+    load_tile,
+    power,
+    product,
+    visible,
+)
 from ggufspec.kernels.kv.storage import KV
-from ggufspec.kernels.kv.triton import Q8_0, as_halves, hadamard, iq4_table, kind_of
+from ggufspec.kernels.kv.triton import PLAIN, Q8_0, as_halves, hadamard, iq4_table, kind_of
 from ggufspec.kernels.matmul.repack import BLOCK, n_super_blocks
 from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
 from ggufspec.kernels.matmul.weight import Activation
 from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap
 
-CHUNK = tl.constexpr(64)  # a split is a whole number of chunks of so many cells
-# Programs of a tile of rows that are aimed at: as many as 132 multiprocessors run at once, two each. Before, a split
-# was a function of cells alone (64 of one chunk, 64 of two, 64 of four, ..): 32k cells of 4 key heads were 800
-# programs, and each of the 264 places began three of them, one after the other.
-WAVE = 264
-TILE = 32  # height of a tile of (row, query head) pairs where there are more than 16
-WARPS = 8  # of a program whose tiles have 64 cells, one for 8 of them
-REGISTERS = 32_768  # of a program: two fit a multiprocessor. What threads have to spill is outside the loop
-CELLS = 64  # of a tile, at most
-TILE_BYTES = 36_000  # likewise: two programs of two tiles each share 227 KB, consumer cards have 99 KB for one
-STAGES = 3  # of the loop over tiles, at most
-PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
+LOG2E = tl.constexpr(1.4426950408889634)
 DIMS = 64  # value dimensions a program of the second kernel takes; rotations of values are of this size
-
-
-def most_splits(n_kv: int) -> int:
-    """Splits of a causal row at most; the others may have one more."""
-    return max(16, min(127, WAVE // n_kv))
-
-
-def count_splits(n_cells: int, most: int, spare: int) -> int:
-    """Room for splits in a cache of n_cells. spare: 1 where rows see cells behind their own position."""
-    return min(most + spare, triton.cdiv(n_cells, CHUNK.value))
+LAST_WARPS = 4
 
 
 @triton.jit
@@ -109,8 +102,8 @@ def split_kernel(
     STRIDE: tl.constexpr = 2 if PAIRED_K else 1
     e, ev = tl.arange(0, BLOCK_K // STRIDE), tl.arange(0, BLOCK_V)
     slot = tl.load(slot_ptr + b)  # these and the counts below travel together
-    q_ptr += pair[:, None] * HD_K + STRIDE * e[None, :]
-    there = valid[:, None] & (STRIDE * e < HD_K)[None, :]
+    q_ptr += pair[None, :] * HD_K + STRIDE * e[:, None]
+    there = valid[None, :] & (STRIDE * e < HD_K)[:, None]
     q, q_odd = tl.load(q_ptr, there, 0.0), 0.0
     if PAIRED_K:
         q_odd = tl.load(q_ptr + 1, there, 0.0)
@@ -131,45 +124,49 @@ def split_kernel(
     v_ptr += head_of_slot * ROW_V
     k_half_ptr += head_of_slot * HALF_K
     v_half_ptr += head_of_slot * HALF_V
-    ones = tl.full((N, 16), 1.0, TYPE_V)
+    ones = tl.full((64, N), 1.0, TYPE_V)
     for turn in range(tl.program_id(1), turns, tl.num_programs(1)):
         size = tl.where(turn < n_short, short, long)
         split = tl.where(turn < n_short, first + turn, first_long + turn - n_short)
         top = tl.full((M,), float("-inf"), tl.float32)
-        total = tl.zeros((M, 16), tl.float32)
-        acc = tl.zeros((M, BLOCK_V // 2 if PAIRED else BLOCK_V), tl.float32)
+        total = tl.zeros((64, M), tl.float32)
+        acc = tl.zeros((BLOCK_V // 2 if PAIRED else BLOCK_V, M), tl.float32)
         odd = acc
         begins, ends = tl.maximum(split * size, low), tl.minimum((split + 1) * size, end)
         for start in range(begins.to(tl.int64), ends.to(tl.int64), N):
             if PAIRED_K:
                 k, k_odd = load_pairs(k_half_ptr, start, used, N_KV * HALF_K, HD_K, BLOCK_K, N, ASM)
-                scores = product(q, tl.trans(k), SPLIT_K) + product(q_odd, tl.trans(k_odd), SPLIT_K)
+                scores = product(k, q, SPLIT_K) + product(k_odd, q_odd, SPLIT_K)
             else:
                 k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
                               KIND_K, HD_K, BLOCK_K, N, TYPE_K, ASM)  # fmt: skip
-                scores = product(q, tl.trans(k), SPLIT_K)
-            seen = visible(start, position, valid, n_stored, used, n_cells, window, CAUSAL, WINDOW, RING, N)
+                scores = product(k, q, SPLIT_K)
+            cell = (start + tl.arange(0, N)).to(tl.int32)[:, None]
+            seen = visible(cell, position[None, :], valid[None, :], n_stored, used, n_cells, window,
+                           CAUSAL, WINDOW, RING)  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
+            higher = tl.maximum(top, tl.max(scores, 0))
             safe = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp(scores - safe[:, None])
-            shrink = tl.exp(top - safe)[:, None]
-            total = total * shrink + product(p, ones, SPLIT_V)
+            p = power(scores - safe[None, :], ASM)
+            shrink = power(top - safe, ASM)[None, :]
+            total = total * shrink + product(ones, p, SPLIT_V)
             if PAIRED:
-                v, w = load_pairs(v_half_ptr, start, used, N_KV * HALF_V, HD_V, BLOCK_V, N, ASM)
-                odd = odd * shrink + product(p, w, SPLIT_V)
+                v, w = load_pairs_turned(v_half_ptr, start, used, N_KV * HALF_V, HD_V, BLOCK_V, N, ASM)
+                odd = odd * shrink + product(w, p, SPLIT_V)
+            elif KIND_V == PLAIN:
+                v = load_plain_turned(v_ptr, start, used, N_KV * ROW_V, HD_V, BLOCK_V, N, TYPE_V)
             else:
-                v = load_tile(v_ptr, v_half_ptr, table_ptr, start, used, N_KV * ROW_V, N_KV * HALF_V,
-                              KIND_V, HD_V, BLOCK_V, N, TYPE_V, ASM)  # fmt: skip
-            acc = acc * shrink + product(p, v, SPLIT_V)
+                v = tl.trans(load_tile(v_ptr, v_half_ptr, table_ptr, start, used, N_KV * ROW_V, N_KV * HALF_V,
+                                       KIND_V, HD_V, BLOCK_V, N, TYPE_V, ASM))  # fmt: skip
+            acc = acc * shrink + product(v, p, SPLIT_V)
             top = higher
-        if PAIRED:
-            acc = tl.interleave(acc, odd)
         own = valid & (split_cells(position, n_cells, MOST) == size)
         at = pair * n_splits + split
         tl.store(top_ptr + at, top, own)
-        tl.store(total_ptr + at, tl.max(total, 1), own)  # its columns are equal
-        tl.store(part_ptr + at[:, None] * HD_V + ev[None, :], acc, own[:, None] & (ev < HD_V)[None, :])
+        tl.store(total_ptr + at, tl.max(total, 0), own)  # its rows are equal
+        if PAIRED:
+            acc = tl.reshape(tl.permute(tl.join(acc, odd), (0, 2, 1)), (BLOCK_V, M))
+        tl.store(part_ptr + at[None, :] * HD_V + ev[:, None], acc, own[None, :] & (ev < HD_V)[:, None])
 
 
 @triton.jit(do_not_specialize=["W", "n_splits"], do_not_specialize_on_alignment=ENTRY_NUMBERS)
@@ -199,14 +196,14 @@ def combine_kernel(
     totals = tl.load(total_ptr + at, inside, 0.0)
     part = tl.load(part_ptr + at[:, None] * HD_V + e[None, :], inside[:, None] & mask[None, :], 0.0)
     top = tl.max(tops, 0)
-    weight = tl.exp(tops - tl.where(top == float("-inf"), 0.0, top))
+    weight = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(weight * totals, 0)
     acc = tl.sum(weight[:, None] * part, 0)
     if SINKS:
-        sink = tl.load(sinks_ptr + head)
+        sink = tl.load(sinks_ptr + head) * LOG2E
         higher = tl.maximum(top, sink)
-        shrink = tl.exp(top - higher)
-        total = total * shrink + tl.exp(sink - higher)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink
     out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
     if SPIN > 0:
@@ -232,69 +229,24 @@ def pieces(
     n_kv, hd_v = kv.n_kv, kv.hd_v
     G = H // n_kv
     (type_k, split_k), (type_v, split_v) = compute_type(kv.type_k), compute_type(kv.type_v)
-    halves = (type_k, type_v) == (tl.float16, tl.float16)  # higher tiles of others exceed consumer cards
-    M = TILE if halves and W * G > 16 and not old(q.device) else 16
+    M = shape.columns(kv, W * G)
     tiles = triton.cdiv(W * G, M)
-    most = most_splits(n_kv)
-    n_splits = count_splits(kv.n_cells, most, int(kv.ring or not spec.causal))
-    programs = max(1, min(n_splits, PROGRAMS // (n_kv * tiles * B)))
-    warps = warps_for(kv, M)
+    most = shape.most_splits(n_kv)
+    n_splits = shape.count_splits(kv.n_cells, most, int(kv.ring or not spec.causal))
+    programs = max(1, min(n_splits, shape.PROGRAMS // (n_kv * tiles * B)))
     kh, vh = as_halves(kv.k), as_halves(kv.v)
     parts = torch.empty(B, W, H, n_splits, hd_v, dtype=torch.float32, device=q.device)
     tops, totals = torch.empty(2, B, W, H, n_splits, dtype=torch.float32, device=q.device).unbind(0)
     split_kernel[(n_kv * tiles, programs, B)](
         q, kv.k, kh, kv.v, vh, iq4_table(q.device), slots, n_past, n_rows, parts, tops, totals,
-        W, kv.n_cells, spec.scale, spec.window, n_splits,
+        W, kv.n_cells, spec.scale * LOG2E.value, spec.window, n_splits,
         n_kv, G, hd_k, hd_v, max(32, triton.next_power_of_2(hd_k)), max(32, triton.next_power_of_2(hd_v)),
         kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
         kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v, spec.causal, spec.window > 0, kv.ring,
-        most, M, cells_at_once(kv), not triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages(kv),
-        maxnreg=min(255, REGISTERS // (32 * warps)),
-        **overlap(q),
+        most, M, shape.cells_at_once(kv), not triton.knobs.runtime.interpret,
+        num_warps=shape.warps(kv), num_stages=shape.stages(kv), maxnreg=shape.registers(kv), **overlap(q),
     )  # fmt: skip
     return parts, tops, totals
-
-
-@functools.cache
-def old(device: torch.device) -> bool:
-    """Whether a card has 64 KB of shared memory and no tensor cores that Triton uses (before capability 8.0)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-
-
-def cells_at_once(kv: KV) -> int:
-    """Cells of a tile: at most CELLS, as many keys and values as 64 KB hold in the types they are multiplied in, and
-    as many as TILE_BYTES hold as they are stored. Cache and card alone decide, as the order of sums follows from it."""
-    if old(kv.device):
-        return 16
-    widths = ((kv.type_k, kv.hd_k), (kv.type_v, kv.hd_v))
-    n_bytes = sum(
-        triton.next_power_of_2(hd) * (4 if compute_type(name)[0] == tl.float32 else 2) for name, hd in widths
-    )
-    n = min(CELLS, 64 if n_bytes <= 1024 else 32 if n_bytes <= 2048 else 16)
-    while n > 16 and n * cell_bytes(kv) > TILE_BYTES:
-        n //= 2
-    return n
-
-
-def cell_bytes(kv: KV) -> int:
-    """Bytes of a cell's key and value of one head."""
-    return sum(t.shape[-1] * t.element_size() for t in (kv.k, kv.v))
-
-
-def warps_for(kv: KV, M: int) -> int:
-    """A tile of 32 cells has four pieces of 8 for the tensor cores: more warps would work out the same scores. Of high
-    tiles of q8_0, four warps keep in registers what eight have to spill. No sum's order depends on it."""
-    if M > 16 and (kv.type_k, kv.type_v) == ("q8_0", "q8_0"):
-        return WARPS // 2
-    tensor_cores = tl.float32 not in (compute_type(kv.type_k)[0], compute_type(kv.type_v)[0]) and not old(kv.device)
-    return WARPS // 2 if tensor_cores and cells_at_once(kv) < CELLS else WARPS
-
-
-def stages(kv: KV) -> int:
-    """STAGES, 3: one tile is always on its way while a program works on another. 2: where tiles are large, or decoded
-    by way of shared memory; a program then waits for each tile, and other programs fill the gaps."""
-    small = cells_at_once(kv) * cell_bytes(kv) <= TILE_BYTES
-    return STAGES if small and {kv.type_k, kv.type_v} <= {"f16", "bf16", "f32", "q8_0"} else 2
 
 
 def combine(
@@ -310,7 +262,7 @@ def combine(
         if gate.stride(3) != 1 or (B > 1 and gate.stride(0) != W * gate.stride(1)):
             gate = gate.contiguous()
         gate_row, gate_head = gate.stride(1), gate.stride(2)
-    most = most_splits(kv.n_kv)
+    most = shape.most_splits(kv.n_kv)
     D = DIMS if hd_v % DIMS == 0 else triton.next_power_of_2(hd_v)
     combine_kernel[(B * W, H, triton.cdiv(hd_v, D))](
         parts, tops, totals, q if spec.sinks is None else spec.sinks, q if gate is None else gate, n_past, n_rows,
@@ -318,8 +270,8 @@ def combine(
         W, H, kv.n_cells, spec.window, parts.shape[3], gate_row, gate_head, out.shape[-1],
         hd_v, D, most, triton.next_power_of_2(most + 1), spec.causal, spec.window > 0, kv.ring,
         spec.sinks is not None, gate is not None,
-        kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, cells_at_once(kv), scale is not None,
-        num_warps=4, **overlap(q),
+        kv.rotation_v, kv.rotation_v.bit_length() - 1 if kv.rotation_v else 0, shape.cells_at_once(kv),
+        scale is not None, num_warps=LAST_WARPS, **overlap(q),
     )  # fmt: skip
 
 

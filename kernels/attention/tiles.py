@@ -33,24 +33,63 @@ def load_pairs(
     half_ptr, start, used,
     HALVES: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile` of q8_0 as float16, elements with even and with odd numbers apart: [N, BLOCK / 2] each.
-
-    A product that sums over cells needs cells side by side in a register; read two bytes at a time, elements can be
-    transposed on their way out of shared memory.
-    """
+    """`load_tile` of q8_0 as float16, elements with even and with odd numbers apart: [N, BLOCK / 2] each."""
     n, e, block = tl.arange(0, N)[:, None], tl.arange(0, BLOCK // 2)[None, :], tl.arange(0, BLOCK // 32)[None, :]
     held = n < (used - start).to(tl.int32)
     rows = half_ptr + start * HALVES + n * HALVES
     codes = tl.load(rows + e, held if HD == BLOCK else held & (e < HD // 2), 0.0).to(tl.int16, bitcast=True)
     d = tl.load(rows + (HD // 2 + block), held if HD == BLOCK else held & (block < HD // 32), 0.0)
+    even, odd = apart(codes, ASM)
+    d = spread(d, N, BLOCK // 32, 16)
+    return even * d, odd * d
+
+
+@triton.jit
+def load_pairs_turned(
+    half_ptr, start, used,
+    HALVES: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`load_pairs` the other way, [BLOCK / 2, N] each: two cells lie side by side in a register, as a product that
+    sums over cells needs them."""
+    n, e, block = tl.arange(0, N)[None, :], tl.arange(0, BLOCK // 2)[:, None], tl.arange(0, BLOCK // 32)[:, None]
+    held = n < (used - start).to(tl.int32)
+    rows = half_ptr + start * HALVES + n * HALVES
+    codes = tl.load(rows + e, held if HD == BLOCK else held & (e < HD // 2), 0.0).to(tl.int16, bitcast=True)
+    d = tl.load(rows + (HD // 2 + block), held if HD == BLOCK else held & (block < HD // 32), 0.0)
+    even, odd = apart(codes, ASM)
+    d = tl.reshape(tl.broadcast_to(d[:, None, :], (BLOCK // 32, 16, N)), (BLOCK // 2, N))
+    return even * d, odd * d
+
+
+@triton.jit
+def load_plain_turned(row_ptr, start, used, CELL: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr,
+                      N: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """`load_tile` of a float cache, as [BLOCK, N]."""
+    n, e = tl.arange(0, N)[None, :], tl.arange(0, BLOCK)[:, None]
+    held = n < (used - start).to(tl.int32)
+    inside = held if HD == BLOCK else held & (e < HD)
+    return tl.load(row_ptr + start * CELL + n * CELL + e, inside, 0.0).to(TYPE)
+
+
+@triton.jit
+def power(x, ASM: tl.constexpr):
+    """2 to the x, 0 where that is subnormal."""
+    if ASM:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def apart(codes, ASM: tl.constexpr):
+    """Two signed bytes each (int16): the low ones and the high ones as float16."""
     if ASM:
         even, odd = tl.inline_asm_elementwise(
             PAIRS, "=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
         even, odd = ((codes << 8) >> 8).to(tl.float16), (codes >> 8).to(tl.float16)
-    d = spread(d, N, BLOCK // 32, 16)
-    return even * d, odd * d
+    return even, odd
 
 
 @triton.jit
@@ -111,21 +150,20 @@ def load_tile(
 
 @triton.jit
 def visible(
-    start, position, valid, n_stored, used, n_cells, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, N: tl.constexpr,
+    cell, position, valid, n_stored, used, n_cells, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """[M, N]: which of the cells start .. start + N the rows at positions [M] see, none where not valid [M].
+    """Which cells the rows at positions see, none where not valid: cell [N, 1], the others [1, M], or the other way.
 
     RING: cells hold the newest n_cells of n_stored positions. WINDOW: `window` may be above 0.
     """
-    cell = (start + tl.arange(0, N)).to(tl.int32)
     held = cell
     if RING:
         behind = n_stored - 1 - cell
         held = tl.where(behind >= 0, n_stored - 1 - behind % n_cells, cell - n_cells)
         held = tl.where(n_stored <= n_cells, cell, held)
-    distance = position[:, None] - held[None, :]
-    seen = valid[:, None] & ((cell < used) & (held >= 0))[None, :]
+    distance = position - held
+    seen = valid & ((cell < used) & (held >= 0))
     if CAUSAL:
         seen = seen & (distance >= 0)
     if WINDOW:
@@ -135,13 +173,20 @@ def visible(
 
 @triton.jit
 def product(a, b, SPLIT: tl.constexpr):
-    """a (float32) times b in float32. SPLIT: a as the sum of two numbers of b's type, as bfloat16 alone is coarse."""
-    if b.dtype == tl.float32:
+    """a times b in float32, where one is float32 and the other of the cells' type. SPLIT: the float32 one as the sum
+    of two numbers of that type, as bfloat16 alone is coarse."""
+    if a.dtype == b.dtype:
         return tl.dot(a, b, input_precision="ieee")
-    high = a.to(b.dtype)
-    out = tl.dot(high, b)
+    if a.dtype == tl.float32:
+        high = a.to(b.dtype)
+        out = tl.dot(high, b)
+        if SPLIT:
+            out += tl.dot((a - high.to(tl.float32)).to(b.dtype), b)
+        return out
+    high = b.to(a.dtype)
+    out = tl.dot(a, high)
     if SPLIT:
-        out += tl.dot((a - high.to(tl.float32)).to(b.dtype), b)
+        out += tl.dot(a, (b - high.to(tl.float32)).to(a.dtype))
     return out
 
 

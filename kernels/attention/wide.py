@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ggufspec.kernels.attention.shape import old
 from ggufspec.kernels.attention.spec import AttentionSpec
 from ggufspec.kernels.attention.tiles import compute_type, load_tile, product, visible
 from ggufspec.kernels.kv.storage import KV
@@ -14,6 +15,8 @@ from ggufspec.kernels.kv.triton import as_halves, iq4_table, kind_of
 from ggufspec.kernels.overlap import begin, overlap
 
 TILE, WARPS, STAGES = 64, 4, 2  # (row, query head) pairs a program takes, its warps, its loop's stages
+
+OLD_TILE = 16  # pairs and cells where a program has 64 KB of shared memory
 
 
 @triton.jit(do_not_specialize=["W"])
@@ -57,7 +60,8 @@ def prompt_kernel(
     for start in range(low.to(tl.int64), end.to(tl.int64), N):
         k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
                       KIND_K, HD_K, BLOCK_K, N, TYPE_K, ASM)  # fmt: skip
-        seen = visible(start, position, valid, n_stored, used, n_cells, window, CAUSAL, True, RING, N)
+        cell = (start + tl.arange(0, N)).to(tl.int32)[None, :]
+        seen = visible(cell, position[:, None], valid[:, None], n_stored, used, n_cells, window, CAUSAL, True, RING)
         scores = tl.where(seen, product(q, tl.trans(k), SPLIT_K), float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -86,15 +90,16 @@ def attend(q: Tensor, kv: KV, slots: Tensor, n_past: Tensor, n_rows: Tensor, spe
     kh, vh = as_halves(kv.k), as_halves(kv.v)
     block_k, block_v = (max(32, triton.next_power_of_2(hd)) for hd in (hd_k, kv.hd_v))
     N = 32 if max(block_k, block_v) > 128 or tl.float32 in (type_k, type_v) else 64
+    tile, N = (OLD_TILE, OLD_TILE) if old(kv.device) else (TILE, N)
     out = torch.empty(B, W, H, kv.hd_v, dtype=torch.float32, device=q.device)
-    prompt_kernel[(triton.cdiv(W * G, TILE), kv.n_kv, B)](
+    prompt_kernel[(triton.cdiv(W * G, tile), kv.n_kv, B)](
         q, kv.k, kh, kv.v, vh, iq4_table(q.device), slots, n_past, n_rows,
         q if spec.sinks is None else spec.sinks, out,
         W, kv.n_cells, spec.scale, spec.window,
         kv.n_kv, G, hd_k, kv.hd_v, block_k, block_v,
         kv.k.shape[-1], kh.shape[-1], kv.v.shape[-1], vh.shape[-1],
         kind_of(kv.type_k), kind_of(kv.type_v), type_k, type_v, split_k, split_v,
-        spec.causal, kv.ring, spec.sinks is not None, TILE, N, not triton.knobs.runtime.interpret,
+        spec.causal, kv.ring, spec.sinks is not None, tile, N, not triton.knobs.runtime.interpret,
         num_warps=WARPS, num_stages=STAGES, **overlap(q),
     )  # fmt: skip
     return out

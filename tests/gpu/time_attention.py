@@ -19,21 +19,20 @@ from time_kernels import COPIES, HD, N_KV, H, copy_rate, microseconds, random
 
 from ggufspec.kernels import attention, kv
 from ggufspec.kernels.ahead import compiled_ahead
-from ggufspec.kernels.attention import narrow
+from ggufspec.kernels.attention import narrow, shape
 from ggufspec.kernels.kv.hadamard import rotate
 
-# Values of `narrow`'s constants. WAVE 264 is two programs on each of 132 multiprocessors; a third of the registers and
-# tiles of 32 q8_0 cells let three in. Half of WARPS is taken for tiles of less than CELLS cells, and for high ones of
-# q8_0.
+# Values of constants of `shape` and `narrow`. Where programs take fewer registers, those of the second kernel find room
+# before the first one's have ended.
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "q8_0 4 warps": {"WARPS": 4},
-    "q8_0 4 warps, 32 cells, 4 tiles": {"WARPS": 4, "CELLS": 32, "STAGES": 5},
-    "4 warps, 32 cells, 3 programs": {"WARPS": 4, "CELLS": 32, "STAGES": 3, "REGISTERS": 21_845, "WAVE": 396},
-    "f16 8 warps": {"WARPS": 16},
-    "f16 in tiles of 64": {"TILE_BYTES": 70_000, "STAGES": 2},
-    "splits for 132 programs": {"WAVE": 132},
-    "splits for 508 programs": {"WAVE": 508},
+    "224 registers": {"REGISTERS": 28_672},
+    "192 registers": {"REGISTERS": 24_576},
+    "2 last warps": {"LAST_WARPS": 2},
+    "1 last warp": {"LAST_WARPS": 1},
+    "224, 2 last": {"REGISTERS": 28_672, "LAST_WARPS": 2},
+    "192, 2 last": {"REGISTERS": 24_576, "LAST_WARPS": 2},
+    "16 columns": {"COLUMNS": 16},
 }
 
 
@@ -75,15 +74,16 @@ def exact(q: torch.Tensor, cache: kv.KV, depth: int, gate: torch.Tensor) -> torc
 
 @contextmanager
 def constants(name: str) -> Iterator[None]:
-    """Inside, `narrow` has a variant's constants."""
-    kept = {key: getattr(narrow, key) for key in VARIANTS[name]}
+    """Inside, `shape` and `narrow` have a variant's constants."""
+    homes = {key: shape if hasattr(shape, key) else narrow for key in VARIANTS[name]}
+    kept = {key: getattr(home, key) for key, home in homes.items()}
     for key, value in VARIANTS[name].items():
-        setattr(narrow, key, value)
+        setattr(homes[key], key, value)
     try:
         yield
     finally:
         for key, value in kept.items():
-            setattr(narrow, key, value)
+            setattr(homes[key], key, value)
 
 
 class Step:

@@ -15,7 +15,7 @@ import torch
 
 from ggufspec.kernels import attention, conv, gdn, matmul, norm, prepared, rope, select
 from ggufspec.kernels import kv as kvs
-from ggufspec.kernels.attention import narrow, wide
+from ggufspec.kernels.attention import shape, wide
 from ggufspec.kernels.gdn import step as gdn_step
 
 D, F, V, H, N_KV, HD = 5120, 17408, 248320, 24, 4, 256
@@ -148,12 +148,12 @@ def main() -> None:
     parser.add_argument("--widths", default="1,4,8,16")
     parser.add_argument("--depths", default="128,8192,32768")
     parser.add_argument("--cells", type=int, default=0, help="cells of the caches, at least the depth")
-    parser.add_argument("--tile", type=int, default=narrow.TILE, help="pairs of a tile of the narrow attention")
+    parser.add_argument("--columns", type=int, default=shape.COLUMNS, help="pairs of a tile of the narrow attention")
     parser.add_argument("--prompt-tile", type=int, default=wide.TILE, help="pairs of a tile of a prompt's attention")
     parser.add_argument("--prompt-warps", type=int, default=wide.WARPS)
     parser.add_argument("--no-prompt", action="store_true")
     options = parser.parse_args()
-    narrow.TILE, wide.TILE, wide.WARPS = options.tile, options.prompt_tile, options.prompt_warps
+    shape.COLUMNS, wide.TILE, wide.WARPS = options.columns, options.prompt_tile, options.prompt_warps
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, copy {rate:.0f} GB/s")
     for W in map(int, options.widths.split(",")):

@@ -6,7 +6,7 @@ from random_blocks import random_raw
 
 from ggufspec.kernels import gdn, overlap
 from ggufspec.kernels import kv as kvs
-from ggufspec.kernels.attention import AttentionSpec
+from ggufspec.kernels.attention import AttentionSpec, shape
 from ggufspec.kernels.attention import triton as attention_triton
 from ggufspec.kernels.carry import triton as carry_triton
 from ggufspec.kernels.conv import triton as conv_triton
@@ -25,7 +25,7 @@ from ggufspec.kernels.select import triton as select_triton
 
 KERNELS = {
     "norm_kernel", "activation_kernel", "tables_kernel", "rotate_kernel", "store_kernel", "spin_kernel",
-    "split_kernel", "combine_kernel", "prompt_kernel", "step_kernel", "accept_kernel",
+    "split_kernel", "combine_kernel", "prompt_kernel", "step_kernel", "accept_kernel", "committed_kernel",
     "block_max_kernel", "first_max_kernel", "pack_top_kernel", "merge_top_kernel", "unpack_kernel", "walk_kernel",
     "dynamic_conv_kernel", "norm_input_kernel", "activation_input_kernel", "gated_input_kernel",
     "pair_input_kernel", "conv_input_kernel", "conv_norm_kernel",
@@ -38,6 +38,7 @@ PROMPT = {"prompt_inputs_kernel", "tail_kernel", "system_kernel", "scan_kernel",
 
 def everything(capability: int) -> None:
     overlap.overlaps = lambda x: capability >= 90
+    shape.capability = lambda device: divmod(capability, 10)
     with compiling(capability) as names:
         norms()
         attention()
@@ -66,7 +67,8 @@ def attention() -> None:
     q, k, w = torch.zeros(1, 8, 24, 256), torch.zeros(1, 8, 4, 256), torch.zeros(256)
     rope_triton.rotate(q, cos, sin, spec)
     slots, n = torch.tensor([0]), torch.tensor([8])
-    for types in (("f16", "f16"), ("q8_0", "q8_0"), ("bf16", "f32"), ("q5_1", "iq4_nl")):
+    for types in (("f16", "f16"), ("q8_0", "q8_0"), ("bf16", "f32"), ("bf16", "bf16"), ("q5_1", "iq4_nl"),
+                  ("iq4_nl", "iq4_nl")):  # fmt: skip
         kv = kvs.allocate(*types, 1, 512, 4, 256, 256, "cpu")
         kv_triton.norm_rope_store(kv, q, k, k, slots, positions, (w, w, 1e-6), (cos, sin, spec))
         mask = AttentionSpec(0.1, window=100, sinks=torch.zeros(24))

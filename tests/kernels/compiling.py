@@ -10,6 +10,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+# Bytes of shared memory that a program may take, by capability.
+SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+
 
 class NoCard:
     """As much of a driver as compilation asks for."""
@@ -36,7 +39,10 @@ def compiling(capability: int) -> Iterator[list[str]]:
     def warm(self, *args, grid, warmup, **kwargs):
         assert "enable_fp_fusion" in kwargs, f"{self.__name__}: say whether multiply-adds may be fused"
         names.append(self.__name__)
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        shared = getattr(getattr(kernel, "metadata", None), "shared", 0)
+        assert shared <= SHARED.get(capability, shared), f"{self.__name__}: {shared} bytes of shared memory"
+        return kernel
 
     active = driver._active
     driver.set_active(NoCard(capability))

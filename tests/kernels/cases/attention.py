@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ggufspec.kernels import kv as kvs
-from ggufspec.kernels.attention import AttentionSpec, narrow
+from ggufspec.kernels.attention import AttentionSpec, narrow, shape
 from ggufspec.kernels.attention import plain as attention_plain
 from ggufspec.kernels.attention import triton as attention_triton
 from ggufspec.kernels.kv import plain as kv_plain
@@ -140,11 +140,11 @@ def attention_splits(device: str, real: bool) -> None:
     split_cells_kernel[(len(positions),)](positions.int().to(device), sizes, n_cells, 16, enable_fp_fusion=True)
     same(sizes, torch.tensor([64, 64, 64, 128, 128, 192, 2048, 2112, 4096, 4096]), "cells of a split")
     n_kv, G, hd = (4, 6, 256) if real else (2, 3, 32)
-    most, programs = narrow.most_splits, narrow.PROGRAMS
+    most, programs = shape.most_splits, shape.PROGRAMS
     assert [most(n) for n in (1, 2, 4, 8, 16, 64)] == [127, 127, 66, 33, 16, 16]
     if not real:
-        narrow.most_splits = lambda n_kv: 2
-    border = 64 * narrow.most_splits(n_kv) * 2  # of splits of two chunks and of three
+        shape.most_splits = lambda n_kv: 2
+    border = 64 * shape.most_splits(n_kv) * 2  # of splits of two chunks and of three
     for type_name, causal, window, ring, n_cells in (
         ("q8_0", True, 0, False, border + 300), ("f16", False, 0, False, border + 300),
         ("f16", True, 70, False, border + 300), ("q8_0", True, border - 50, True, border),
@@ -158,10 +158,10 @@ def attention_splits(device: str, real: bool) -> None:
             expected = attention_plain.attend(q, mine, one(1), one(n_past), one(W), spec)
             outs = []
             for at_once in (programs, 3 * n_kv, n_kv):
-                narrow.PROGRAMS = at_once
+                shape.PROGRAMS = at_once
                 counts = on(device, one(1), one(n_past), one(W))
                 outs.append(attention_triton.attend(q.to(device), kv, *counts, spec))
-            narrow.PROGRAMS = programs
+            shape.PROGRAMS = programs
             close(outs[0], expected, 2e-3, what)
             same(outs[1], outs[0], f"{what}, several splits a program"), same(outs[2], outs[0], f"{what}, one program")
             if causal and not ring:  # a ring that is full has lost what the first rows alone would see
@@ -169,7 +169,7 @@ def attention_splits(device: str, real: bool) -> None:
                     counts = on(device, one(1), one(n_past + i), one(1))
                     alone = attention_triton.attend(q[:, i : i + 1].to(device), kv, *counts, spec)
                     same(alone, outs[0][:, i : i + 1], f"{what}, row {i} alone")
-    narrow.most_splits = most
+    shape.most_splits = most
 
 
 @case
