@@ -6,6 +6,7 @@ import json
 import sys
 
 import torch
+import torch.distributed as dist
 
 from ggufspec import bundled
 from ggufspec.drafters import DraftOptions
@@ -63,6 +64,8 @@ def main(rank: int, shares: tuple[float, ...], out: str, owner: int | None, ahea
             accepted[f"{name} {sampling.temperature}"] = engine.stats.draft_n_accepted
     with open(f"{out}.{rank}", "w") as f:
         json.dump({"tokens": results, "accepted": accepted, "cache_bytes": engine.cache.n_bytes}, f)
+    if link is not None:
+        dist.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 if __name__ == "__main__":
