@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 PROMPT_WIDTHS = (192, 32, 16)  # beside whole chunks: what they end with takes other kernels, by these limits
+SHORT = 8  # drafted tokens up to which attention has tiles of its own for some lengths, whatever heads share a key
 N_PAST = 8  # tokens that a slot seems to hold
 GREEDY = SamplingParams(temperature=0.0)
 _ids = count(-1, -1)  # of jobs that are none
@@ -44,6 +45,9 @@ def rehearse(engine: Engine, sampling: Sequence[SamplingParams]) -> None:
         for n_streams in counts:
             for n in lengths:
                 decode(engine, n_streams, GREEDY, n)
+        for n in range(min(engine.n_max, SHORT) + 1):
+            if n not in lengths:
+                decode(engine, 1, GREEDY, n)
         for params in sampling:
             decode(engine, counts[0], params, lengths[0])
             decode(engine, counts[-1], params, lengths[-1])
