@@ -15,6 +15,7 @@ split or the number of replayed rows: grouping rows into steps cannot change a b
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,10 +30,10 @@ from ggufspec.kernels.prepared.triton import Target
 
 PIECE = 32  # keys of a state row that a register tile holds: eight lanes of four, so that a sum is three shuffles
 WARPS = 8
-TILE = WARPS  # rows that phases 1 and 3 take at a time: each is reduced within one warp
-STATE_ELEMENTS = 1 << 14  # of a program at most: 64 registers a thread
-# What the compiler may use, the least that it keeps nothing in memory with: room for the next kernel's programs.
-REGISTERS, REGISTERS_OF_HALF = 176, 128
+STATE_ELEMENTS = 1 << 14  # of a program of so many warps at most: 64 registers a thread
+# What the compiler may use, the least that it keeps nothing in memory with: room for the next kernel's programs, and
+# three programs of four warps a multiprocessor.
+REGISTERS, REGISTERS_OF_HALF = 160, 128
 SPLIT_ROWS = 3  # from this width on a head is split when there are multiprocessors enough: the loop is long then
 
 
@@ -279,13 +280,26 @@ def n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
-def parts_of(spec: GdnSpec, B: int, W: int, device: torch.device) -> int:
-    """Programs a head is split over; a result's bits do not depend on it."""
+class Division(NamedTuple):
+    """Programs a head is split over, and warps of each. A result's bits do not depend on it."""
+
+    parts: int
+    warps: int = WARPS
+
+
+def division_of(spec: GdnSpec, B: int, W: int, device: torch.device) -> Division:
+    """One program of eight warps a head; more programs for long steps of few heads. Where there are more heads than
+    multiprocessors, halves of four warps: three of them share a multiprocessor, of the others one is there at a time,
+    and reading, working and writing overlap (24 streams: 57 us a layer instead of 72, where the states' bytes take 35).
+    """
     block = triton.next_power_of_2(spec.d)
     parts = max(1, block * block // STATE_ELEMENTS)
-    while W >= SPLIT_ROWS and 2 * parts * spec.n_v * B <= n_processors(device) and block // parts >= 2 * PIECE:
+    heads, most = spec.n_v * B, n_processors(device)
+    if parts * heads > most > 0 and block // parts >= 2 * PIECE:
+        return Division(2 * parts, WARPS // 2)
+    while W >= SPLIT_ROWS and 2 * parts * heads <= most and block // parts >= 2 * PIECE:
         parts *= 2
-    return parts
+    return Division(parts)
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int]:
@@ -298,9 +312,10 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
 
 def launch(
     u: Tensor, z: Tensor, alpha: Tensor, beta: Tensor, weights: tuple[Tensor, ...], norm_eps: float, to: Target,
-    state: GdnState, slots: Tensor, n_rows: Tensor, spec: GdnSpec, parts: int,
+    state: GdnState, slots: Tensor, n_rows: Tensor, spec: GdnSpec, division: Division,
 ) -> None:  # fmt: skip
     """weights: taps, dt, a, norm."""
+    parts, warps = division
     B, W, d = slots.shape[0], u.shape[1], spec.d
     (u, u_row), (z, z_row), (alpha, alpha_row), (beta, beta_row) = (rows_of(x) for x in (u, z, alpha, beta))
     block = triton.next_power_of_2(d)
@@ -313,22 +328,23 @@ def launch(
         u, z, alpha, beta, *weights, state.state, state.window_u, state.window_k, state.window_v, state.window_g,
         state.window_beta, slots, n_rows, state.counts, state.arrived, scratch, o, to.rows, to.scale, spec.eps,
         norm_eps, d**-0.5, W, spec.n_k, spec.n_v, state.n_slots, state.max_window, u_row, z_row, alpha_row, beta_row,
-        state.counts.stride(0), d, block, values, block // size, size, TILE, spec.conv_kernel, carried, to.width,
-        to.width - n_columns, parts, num_warps=WARPS,
-        maxnreg=REGISTERS if values * block > STATE_ELEMENTS // 2 else REGISTERS_OF_HALF, **overlap(slots, fuse=False),
+        state.counts.stride(0), d, block, values, block // size, size, warps, spec.conv_kernel, carried, to.width,
+        to.width - n_columns, parts, num_warps=warps,
+        maxnreg=REGISTERS if values * block * WARPS > STATE_ELEMENTS * warps // 2 else REGISTERS_OF_HALF,
+        **overlap(slots, fuse=False),
     )  # fmt: skip
 
 
 def step_prepared(
     u: Tensor, z: Tensor, alpha: Tensor, beta: Tensor, weights: GdnWeights, norm: Tensor, norm_eps: float,
-    state: GdnState, slots: Tensor, n_rows: Tensor, spec: GdnSpec, parts: int | None = None,
+    state: GdnState, slots: Tensor, n_rows: Tensor, spec: GdnSpec, division: Division | None = None,
 ) -> Activation:  # fmt: skip
-    """As `plain.step_prepared`. parts: programs a head is split over, chosen by size if not given."""
+    """As `plain.step_prepared`. division: chosen by size if not given."""
     B, W, _ = u.shape
     to = Target(B * W, spec.n_v * spec.d, u)
-    parts = parts_of(spec, B, W, u.device) if parts is None else parts
+    division = division or division_of(spec, B, W, u.device)
     constants = weights.taps, weights.dt, weights.a, norm
-    launch(u, z, alpha, beta, constants, norm_eps, to, state, slots, n_rows, spec, parts)
+    launch(u, z, alpha, beta, constants, norm_eps, to, state, slots, n_rows, spec, division)
     return to.activation
 
 
@@ -337,9 +353,9 @@ def replay(state: GdnState, slots: Tensor) -> None:
     spec = state.spec
     none = state.state.new_empty(slots.shape[0], 0, spec.conv_dim)
     constants = (state.window_u,) * 4  # no row is computed with them
-    parts = parts_of(spec, slots.shape[0], state.max_window, slots.device)
+    division = division_of(spec, slots.shape[0], state.max_window, slots.device)
     to = Target(0, spec.n_v * spec.d, none)
-    launch(none, none, none, none, constants, 0.0, to, state, slots, slots, spec, parts)  # without rows for any
+    launch(none, none, none, none, constants, 0.0, to, state, slots, slots, spec, division)  # without rows for any
 
 
 @triton.jit(do_not_specialize=["layer_row", "counts_row"], do_not_specialize_on_alignment=ENTRY_NUMBERS)

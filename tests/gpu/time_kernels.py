@@ -114,14 +114,17 @@ def recurrent(W: int, rate: float) -> None:
         for state in states:
             state.n_replay.fill_(n_replay)
 
-        for parts in (1, 2):
+        for division in (gdn_step.Division(1), gdn_step.Division(2), gdn_step.Division(2, 4)):
 
-            def run(i: int, parts: int = parts) -> object:
+            def run(i: int, division: gdn_step.Division = division) -> object:
                 state = states[i % COPIES]
-                return gdn_step.step_prepared(u, z, alpha, beta, weights, norm, 1e-6, state, slots, n_rows, SPEC, parts)
+                return gdn_step.step_prepared(
+                    u, z, alpha, beta, weights, norm, 1e-6, state, slots, n_rows, SPEC, division
+                )
 
             us = microseconds(run)
-            report(f"gdn step, {n_replay} replayed, {parts} parts", W, us, size * (2 if n_replay else 1), rate)
+            name = f"gdn step, {n_replay} replayed, {division.parts} of {division.warps} warps"
+            report(name, W, us, size * (2 if n_replay else 1), rate)
 
 
 def prompt(T: int, rate: float) -> None:

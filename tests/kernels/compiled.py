@@ -85,9 +85,9 @@ def recurrent(capability: int) -> None:
     state, slots = gdn.allocate(spec, 1, "cpu"), torch.tensor([0])
     rows = torch.zeros(1, 8, spec.conv_dim), torch.zeros(1, 8, 48), torch.zeros(1, 8, 48)
     u, alpha, beta = rows
-    for parts in (1, 2, 4):
+    for division in (gdn_step.Division(1), gdn_step.Division(2), gdn_step.Division(4), gdn_step.Division(2, 4)):
         gdn_step.step_prepared(u, torch.zeros(1, 8, 6144), alpha, beta, weights, torch.zeros(128), 1e-6, state, slots,
-                               slots + 8, spec, parts)  # fmt: skip
+                               slots + 8, spec, division)  # fmt: skip
     gdn_step.accept(state, slots, slots, slots)
     gdn_step.committed(state.counts, slots)
     if capability >= 80:

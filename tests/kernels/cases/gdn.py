@@ -16,6 +16,8 @@ from ggufspec.kernels.matmul import Activation
 
 from .comparing import EPS, case, close, on, one, random, same
 
+DIVISIONS = (gdn_kernel.Division(1), *(gdn_kernel.Division(parts, warps) for parts in (2, 4) for warps in (8, 4)))
+
 
 def gdn_setup(real: bool) -> tuple[GdnSpec, GdnWeights]:
     spec = GdnSpec(16, 48, 128, 4, EPS) if real else GdnSpec(2, 4, 16, 4, EPS)
@@ -46,7 +48,7 @@ def columns_of(a: Activation) -> Tensor:
 
 
 def gdn_run(
-    room, device: str, spec: GdnSpec, accepted: list[tuple[int, int]], width: int, **options: int
+    room, device: str, spec: GdnSpec, accepted: list[tuple[int, int]], width: int, **options: gdn_kernel.Division
 ) -> tuple[Tensor, gdn.GdnState]:
     """Steps of `width` rows in slots 2 and 0, of which so many are right: those of each slot, and the state."""
     weights = gdn_weights(spec)
@@ -95,9 +97,9 @@ def gdn_steps(device: str, real: bool) -> None:
         groups = GDN_GROUPS if real or spec is small[0] else GDN_GROUPS[:1]
         groups = [*groups, *([([(6, 6)], W) for W in range(10, 18)] if real else [])]
         for accepted, width in groups:
-            for parts in (1, 2, 4) if spec.d >= 64 else (1,):
-                got, grouped = gdn_run(gdn_kernel, device, spec, accepted, width, parts=parts)
-                what = f"{spec}, {parts} parts, grouped as {accepted}"
+            for division in DIVISIONS if spec.d >= 64 else DIVISIONS[:1]:
+                got, grouped = gdn_run(gdn_kernel, device, spec, accepted, width, division=division)
+                what = f"{spec}, {division}, grouped as {accepted}"
                 same(got, alone, what)
                 same(grouped.state, state.state, f"state of {what}")
                 same(gdn.tails(grouped, slots.to(device)), gdn.tails(state, slots.to(device)).cpu(), f"tail of {what}")
@@ -128,12 +130,12 @@ def gdn_padding(device: str, real: bool) -> None:
             state.counts[0].copy_(torch.tensor([3, 1, 2, 0])), state.counts[1].copy_(torch.tensor([1, 1, 0, 1]))
             states.append(state)
         with_it, without = states
-        for parts in (1, 2, 4) if spec.d >= 64 else (1,):
-            a = gdn_kernel.step_prepared(*rows, weights, norm, EPS, with_it, slots, n_rows, spec, parts=parts)
+        for division in DIVISIONS if spec.d >= 64 else DIVISIONS[:1]:
+            a = gdn_kernel.step_prepared(*rows, weights, norm, EPS, with_it, slots, n_rows, spec, division=division)
             gdn_kernel.accept(with_it, slots, n, n_rows)
             b = gdn_kernel.step_prepared(
                 *(x[real_ones].contiguous() for x in rows), weights, norm, EPS, without, slots[real_ones],
-                n_rows[real_ones], spec, parts=parts,
+                n_rows[real_ones], spec, division=division,
             )  # fmt: skip
             gdn_kernel.accept(without, slots[real_ones], n[real_ones], n_rows[real_ones])
             got = columns_of(a).view(3, W, -1)
