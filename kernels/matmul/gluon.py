@@ -15,6 +15,7 @@ Source: the arithmetic is the block formats'; products are of float16 values, su
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ggufspec.kernels.matmul.dialect import copy_async
 from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place, square
@@ -31,10 +32,20 @@ from ggufspec.kernels.matmul.fragments import (
     rows_copy_layout,
     rows_layout,
     shared_layout,
+    steps_layout,
     tile_layout,
     weights_at,
 )  # fmt: skip
-from ggufspec.kernels.matmul.units import fetch, multiply_unit, read_unit, ring, step, tile_pointers
+from ggufspec.kernels.matmul.units import (
+    fetch,
+    multiply_together,
+    multiply_unit,
+    read_unit,
+    ring,
+    step,
+    store_steps,
+    tile_pointers,
+)  # fmt: skip
 
 
 @gluon.jit
@@ -58,7 +69,8 @@ def narrow(
     squares, next_power, stream, weight, power, stream_out, out_side, boxes, half_of_box,
     S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
-    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, TOGETHER: gl.constexpr,
+    ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
     SQUARES: gl.constexpr, END: gl.constexpr, SPARE: gl.constexpr,
     RANK: gl.constexpr, RANKS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
@@ -74,6 +86,8 @@ def narrow(
     [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile (of at
     most PARTS parts) is its first program's, which adds in the order of K what the others leave in `slots`, see
     `exchange`. Nothing here depends on T, so neither does the order of a token's sums.
+    TOGETHER: four warps multiply 64 rows at once by Hopper's instruction, which adds 16 columns at a time in the order
+    of a chain of single warps'. Where sums over rows follow ("added") the order of warps would tell, so never there.
     SPARE: stages of activations that nothing uses: no more programs fit a multiprocessor than it is to run at once.
     PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
 
@@ -87,7 +101,12 @@ def narrow(
              columns; FIXED_SCALE to out_side [T]
     """
     M: gl.constexpr = 16 * WM * MT
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
+    if TOGETHER:
+        MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, 1], [16, N, 16])
+        LO: gl.constexpr = MMA
+    else:
+        MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])  # type: ignore[no-redef]
+        LO: gl.constexpr = gl.SliceLayout(0, MMA)  # type: ignore[no-redef]
     LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
     LC: gl.constexpr = gl.SliceLayout(3, LE)
     W: gl.constexpr = 8 * LOW
@@ -101,7 +120,10 @@ def narrow(
     LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
     LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
     LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
-    LCX: gl.constexpr = rows_copy_layout(KW, WM, N)
+    if TOGETHER:
+        LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [1, WM, 1], [2, 1, 0])
+    else:
+        LCX: gl.constexpr = rows_copy_layout(KW, WM, N)  # type: ignore[no-redef]
     w_s = ring(gl.int32, [KW, M, W], shared_layout(KW, M, W, W >= 32), ST)
     h_s, s_s, e_s = w_s, w_s, w_s  # where a form has none
     copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
@@ -117,12 +139,20 @@ def narrow(
     if SCALE == "half_min":
         e_s = ring(gl.int32, [KW, M, 4], shared_layout(KW, M, 4, False), ST)
         copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
-    roomy = gl.allocate_shared_memory(gl.float16, [1 + SPARE, KW, N, 256], rows_layout(KW, N))
-    x_s = (roomy.index(0),) + ring(gl.float16, [KW, N, 256], rows_layout(KW, N), ST - 1)
-    kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
-    n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
-    k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
-    x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
+    if TOGETHER:
+        x_s = ring(gl.float16, [4, N, 32], steps_layout(N), 2 * ST)  # halves of units
+        t_x = expand(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
+        n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
+        k_x = expand(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1) + 32 * t_x
+        kw_x = 0
+        x_ptrs = x + ((token + n_x) * (S * 256) + k_x)
+    else:
+        roomy = gl.allocate_shared_memory(gl.float16, [1 + SPARE, KW, N, 256], rows_layout(KW, N))
+        x_s = (roomy.index(0),) + ring(gl.float16, [KW, N, 256], rows_layout(KW, N), ST - 1)
+        kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
+        n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
+        k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
+        x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
 
     tile = start // units
     first_block = (start - tile * units) * KW
@@ -144,39 +174,69 @@ def narrow(
     first_x = ()
     for i in gl.static_range(ST - 1):
         mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
-        first_x = first_x + (gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0),)  # type: ignore[assignment]
+        if TOGETHER:
+            first_x = first_x + (gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0),)  # type: ignore[assignment]
+            first_x = first_x + (gl.load(x_ptrs + (ahead_block * 256 + 128), mask=mask, other=0.0),)  # type: ignore[assignment]
+        else:
+            first_x = first_x + (gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0),)  # type: ignore[assignment]
         ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
-    LO: gl.constexpr = gl.SliceLayout(0, MMA)
     if SQUARES:  # asked for while the activations are on their way
         factor_row = normed_factor(
             squares, x_scale, next_power, token, T, n_squares, columns, eps, program == 0, N, SQUARES, KW * WM
         )
         factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
     for i in gl.static_range(ST - 1):
-        x_s[i].store(first_x[i])
+        if TOGETHER:
+            store_steps(x_s[2 * i], first_x[2 * i])
+            store_steps(x_s[2 * i + 1], first_x[2 * i + 1])
+        else:
+            x_s[i].store(first_x[i])
 
     zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
     unit = start
     while unit < stop:
         end = gl.minimum((tile + 1) * units, stop)
-        acc = gl.zeros([KW, M, N], gl.float32, MMA)
+        if TOGETHER:
+            acc = gl.zeros([M, N], gl.float32, MMA)
+        else:
+            acc = gl.zeros([KW, M, N], gl.float32, MMA)
         for base in range(unit - (unit - start) % ST, end, ST):
             for at in gl.static_range(ST):  # unit base + at is in stage `at`
                 if (base >= unit - at) & (base < end - at):
                     async_copy.wait_group(ST - 2)
+                    if TOGETHER:
+                        fence_async_shared()
+                        coming_at = x_ptrs + ahead_block.to(gl.int64) * 256
+                        comes = inside & (base < stop - (at + ST - 1))
+                        coming = gl.load(coming_at, mask=comes, other=0.0)
                     # asked for ahead of the copies, which would hold them up
                     read = read_unit(w_s[at], h_s[at], s_s[at], e_s[at], LC, LOW, HIGH, SCALE, KW, WM, MT)
                     free: gl.constexpr = (at + ST - 1) % ST  # the stage that the unit before has left
                     if base < stop - (at + ST - 1):
                         fetch(copies, free, ahead_row, ahead_block, KW, S)
-                        mask = inside if KW == 1 else inside & (kw_x + ahead_block < S)
-                        copy_async(x_s[free], x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
+                        if not TOGETHER:
+                            mask = inside if KW == 1 else inside & (kw_x + ahead_block < S)
+                            copy_async(x_s[free], x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
                     async_copy.commit_group()
                     ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
-                    acc = multiply_unit(
-                        acc, read, x_s[at], zero, min_scale, min_bias, MMA, LC, LOW, HIGH, SCALE, OFFSET
-                    )
-        y = gl.sum(acc, 0)
+                    if TOGETHER:
+                        scales = decode_scales(read[2], read[3], min_scale, min_bias, SCALE, OFFSET, 1, M, LC)
+                        x_at, rest_at = x_s[2 * at], x_s[2 * at + 1]
+                        acc = multiply_together(acc, read, scales, x_at, zero, 0, MMA, LOW, HIGH, SCALE)
+                        rest = gl.load(coming_at + 128, mask=comes, other=0.0)
+                        acc = multiply_together(acc, read, scales, rest_at, zero, 1, MMA, LOW, HIGH, SCALE)
+                        # not sooner: a store waits for its load, the products need not
+                        store_steps(x_s[2 * free], coming)
+                        store_steps(x_s[2 * free + 1], rest)
+                        acc = warpgroup_mma_wait(0, [acc])  # this stage is overwritten after the next barrier
+                    else:
+                        acc = multiply_unit(
+                            acc, read, x_s[at], zero, min_scale, min_bias, MMA, LC, LOW, HIGH, SCALE, OFFSET
+                        )
+        if TOGETHER:
+            y = acc
+        else:
+            y = gl.sum(acc, 0)
         m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
         n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
         n = gl.expand_dims(n_row, 0)

@@ -6,6 +6,7 @@ A unit is a tile's weight rows by KW super-blocks of 256 columns. See `gluon.nar
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from ggufspec.kernels.matmul.dialect import copy_async, reinterpret
 from ggufspec.kernels.matmul.fragments import (
@@ -101,3 +102,34 @@ def multiply_unit(
         a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
         acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
     return acc
+
+
+@gluon.jit
+def multiply_together(
+    acc, read, scales, x, zero, half: gl.constexpr, MMA: gl.constexpr,
+    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr,
+):  # fmt: skip
+    """The same for acc [M, N] and half a unit, by Hopper's instruction of four warps, which share what it reads of x.
+
+    x: four steps [N, 32] of K, as `store_steps` leaves them. The last step's instructions may still read it on return.
+    """
+    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    words, highs, own, other = read
+    x = reinterpret(x, gl.float16, [4, N, 32], gl.NVMMASharedLayout(64, 16, 2))
+    for t in gl.static_range(4):
+        a = weights_at(4 * half + t, words, highs, scales, zero, LOW, HIGH, SCALE)
+        a = gl.permute(gl.reshape(a, [M, 4, 4, 2]), (0, 2, 1, 3))
+        a = gl.convert_layout(gl.reshape(a, [M, 32]), LA)
+        acc = warpgroup_mma(a, x.index(t).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, [acc])
+    return acc
+
+
+@gluon.jit
+def store_steps(to, x):
+    """Steps [4, N, 32] to shared memory, place 8 c + 2 i + h of 32 to 8 i + 2 c + h: what a lane holds of the weights
+    are then columns of one instruction. The four lanes that hold a row's 32 places write whole pieces together."""
+    N: gl.constexpr = to.shape[1]
+    to.store(gl.reshape(gl.permute(gl.reshape(x, [4, N, 4, 4, 2]), (0, 1, 3, 2, 4)), [4, N, 32]))
