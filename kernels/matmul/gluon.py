@@ -60,14 +60,17 @@ def wait_for_inputs():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
-NUMBERS = ["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares", "half_of_box"]
+NUMBERS = [
+    "S", "T", "first_tile", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares", "half_of_box",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow(
     low, high, scale, extra, x, x_scale, out, row_start, row_width, slots,
     squares, next_power, stream, weight, power, stream_out, out_side, boxes, half_of_box,
-    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
+    S, rows, T, first_tile, units, n_units, per_program, out_scale, min_scale, min_bias,
+    n_squares, columns, eps, n_out, out_width,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
     KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, TOGETHER: gl.constexpr,
     ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
@@ -76,7 +79,7 @@ def narrow(
 ):  # fmt: skip
     """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
 
-    Program (i, j): share i of the weights, tokens N j and on.
+    Program (i, j): share i of the weights, tokens N (first_tile + j) and on.
 
     low, high, scale, extra: a form's arrays (extra: `d` or `min`). x: float16 [T, S * 256] in the arrays' column
     order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
@@ -112,7 +115,7 @@ def narrow(
     W: gl.constexpr = 8 * LOW
     H: gl.constexpr = 8 * HIGH if HIGH else 8
     program = gl.program_id(0)
-    token = gl.program_id(1) * N
+    token = (first_tile + gl.program_id(1)) * N
     start = program * per_program
     stop = gl.minimum(start + per_program, n_units)
 

@@ -164,6 +164,30 @@ def shape_for(
 
 
 @dataclass(frozen=True)
+class Piece:
+    """The tokens of one launch of the kernel, and its shape. first: a multiple of its tile."""
+
+    first: int
+    n_tokens: int
+    shape: Shape
+
+
+def pieces_for(
+    config: Config, block_bytes: int, n_tokens: int, shared: int, most: int, wide: Wide, hopper: bool
+) -> tuple[Piece, ...]:
+    """The launches for so many tokens, arguments as of `shape_for`.
+
+    A tile of 64 tokens takes as long half empty as full: up to 32 tokens after full ones are a launch of their own.
+    """
+    shape = shape_for(config, block_bytes, n_tokens, shared, most, wide, hopper)
+    rest = n_tokens % shape.tile
+    if not shape.together or not 0 < rest <= TOKEN_TILES[-1]:
+        return (Piece(0, n_tokens, shape),)
+    own = shape_for(config, block_bytes, rest, shared, most, wide, hopper)
+    return Piece(0, n_tokens - rest, shape), Piece(n_tokens - rest, rest, own)
+
+
+@dataclass(frozen=True)
 class Ending:
     """What follows a tile's sums, see `gluon.narrow`: its name, tensors and sizes in the kernel's order."""
 
@@ -180,15 +204,15 @@ class Ending:
 
 
 def launch_narrow(
-    launch: Launch, a: Activation, end: Ending, config: Config, share: Cut, shape: Shape, pdl: bool
+    launch: Launch, a: Activation, end: Ending, config: Config, share: Cut, piece: Piece, pdl: bool
 ) -> None:
-    """Launch the kernel."""
+    """Launch the kernel for a piece of the tokens."""
     from ggufspec.kernels.matmul.gluon import narrow
     from ggufspec.kernels.matmul.ptx import pair
 
+    shape = piece.shape
     form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
     WM, MT = (config.n_rows // 16, 1) if shape.together else (config.WM, config.MT)
-    n_tokens = a.rows.shape[0]
     power = launch.shift - 24
     minimum = 2.0**power if form.scale == "half_min" else -(2.0**power)
     assert a.scale is not None
@@ -199,12 +223,13 @@ def launch_narrow(
     boxes, half, rank, ranks = (launch.row_start, 0, 0, 1) if joint is None else (
         joint.boxes, joint.half, joint.rank, joint.size
     )  # fmt: skip
-    narrow[(share.n_programs, -(-n_tokens // shape.tile))](
+    narrow[(share.n_programs, -(-piece.n_tokens // shape.tile))](
         low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
         a.rows, a.scale, end.out, launch.row_start, launch.row_width, slots(a.rows.device),
         squares, next_power, end.stream, end.weight, end.power, end.stream_out, end.side, boxes, half,
-        launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
-        2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares, float(a.n_columns), eps, end.n_out, end.out_width,
+        launch.n_super_blocks, launch.padded_rows, a.rows.shape[0], piece.first // shape.tile,
+        share.units, share.n_units, share.per_program, 2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares,
+        float(a.n_columns), eps, end.n_out, end.out_width,
         LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=shape.tile,
         KW=config.KW, WM=WM, MT=MT, TOGETHER=shape.together, ST=shape.stages, PARTS=shape.n_parts, PDL=pdl,
         SQUARES=max(SQUARES, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name, SPARE=shape.spare,
@@ -217,13 +242,13 @@ def launch_narrow(
 @functools.cache
 def plan(
     index: int | None, rows: int, n_blocks: int, block_bytes: int, n_tokens: int, config: Config, wide: Wide
-) -> tuple[Cut, Shape]:
-    """How a launch is cut on a card: its shares, and the shape of its programs, spare stages where launches overlap."""
+) -> tuple[Cut, tuple[Piece, ...]]:
+    """How a launch is cut on a card: its shares, and its tokens; with spare stages, for launches that overlap."""
     n_multiprocessors, shared, most = card(index)
     assert config.per_sm * config.n_rows <= MOST_ROWS, f"more rows than a multiprocessor's {MOST_ROWS}: {config}"
     hopper = (9, 0) <= capability(index) < (10, 0)
-    shape = shape_for(config, block_bytes, n_tokens, shared, most, wide, hopper)
-    return cut(rows, n_blocks, config, config.per_sm * n_multiprocessors), shape
+    pieces = pieces_for(config, block_bytes, n_tokens, shared, most, wide, hopper)
+    return cut(rows, n_blocks, config, config.per_sm * n_multiprocessors), pieces
 
 
 def start(
@@ -232,17 +257,19 @@ def start(
 ) -> None:  # fmt: skip
     """pdl: start before the previous kernel has ended and read weights meanwhile (default: from capability 9.0 on).
 
-    n_parts: compile for at least so many parts a tile. shape: instead of the one planned for so many tokens.
+    n_parts: compile for at least so many parts a tile. shape: for all tokens, instead of what is planned for them.
     """
     config, index = config or launch.config, a.rows.device.index
     wide = WIDE.get((launch.type_name, end.name), NEVER)
-    share, planned = plan(
-        index, launch.padded_rows, launch.n_super_blocks, launch.block_bytes, a.rows.shape[0], config, wide
-    )
-    shape = shape or planned
+    n_tokens = a.rows.shape[0]
+    share, pieces = plan(index, launch.padded_rows, launch.n_super_blocks, launch.block_bytes, n_tokens, config, wide)
+    if shape is not None:
+        pieces = (Piece(0, n_tokens, shape),)
     pdl = capability(index) >= (9, 0) if pdl is None else pdl
-    shape = replace(shape, spare=shape.spare if pdl else 0, n_parts=max(n_parts, share.n_parts))
-    launch_narrow(launch, a, end, config, share, shape, pdl)
+    for piece in pieces:
+        spare = piece.shape.spare if pdl else 0
+        own = replace(piece.shape, spare=spare, n_parts=max(n_parts, share.n_parts))
+        launch_narrow(launch, a, end, config, share, replace(piece, shape=own), pdl)
 
 
 def run(launch: Launch, a: Activation, **choices: Any) -> list[Tensor]:

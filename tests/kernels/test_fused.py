@@ -74,7 +74,8 @@ def test_endings_compile(capability, gate, n_tokens, monkeypatch):
         for gelu in (False, True):
             assert narrow.run_gated(pair, n, gelu).rows.shape == (n_tokens, 256)
         triton.finished(n)
-    assert names == ["prepare_rows", "narrow", "narrow", "narrow", "finish_kernel"]
+    n_gated = 4 if (capability, gate, n_tokens) == (90, "Q4_K", 70) else 2  # two launches each: 64 tokens, and 6
+    assert names == ["prepare_rows", "narrow", *["narrow"] * n_gated, "finish_kernel"]
 
 
 def small_kernels() -> None:

@@ -245,6 +245,22 @@ def test_tiles_of_64_have_the_stages_asked_for_if_they_fit():
     assert shape_for(config, 144, 64, *card, NEVER, True).stages == 2
 
 
+def test_pieces_are_all_tokens_in_whole_tiles_but_the_last():
+    from ggufspec.kernels.matmul.cuda import Config
+    from ggufspec.kernels.matmul.narrow import NEVER, Wide, pieces_for, shape_for
+
+    config, card = Config(WM=8, MT=1, ST=3, per_sm=2), (228 << 10, 227 << 10)
+    for n_tokens in range(1, 193):
+        for wide, hopper in itertools.product((Wide(17), Wide(33, 3), NEVER), (True, False)):
+            *full, last = pieces_for(config, 144, n_tokens, *card, wide, hopper)
+            assert bool(full) == (hopper and wide != NEVER and (64 < n_tokens <= 96 or 128 < n_tokens <= 160))
+            for piece in full:
+                assert (piece.first, piece.n_tokens) == (0, n_tokens // 64 * 64) and piece.shape.tile == 64
+            assert last.first % last.shape.tile == 0 and last.first == sum(piece.n_tokens for piece in full)
+            assert last.first + last.n_tokens == n_tokens
+            assert last.shape == shape_for(config, 144, last.n_tokens, *card, wide, hopper), "compiled for fewer tokens"
+
+
 def test_programs_fill_their_share_of_shared_memory():
     """As many as a config says fit a multiprocessor, with what the driver takes, and no more."""
     from ggufspec.kernels import tune

@@ -61,6 +61,22 @@ def test_tiles_of_64_have_those_bits_every_time(type_name):
                     assert torch.equal(y, e[part]), (ending, shape, width)
 
 
+@pytest.mark.parametrize("type_name", ("Q4_K", "Q8_0"))
+def test_what_is_planned_has_the_bits_of_the_tile_of_8(type_name):
+    """Two launches for 65 to 96 and 129 to 160 tokens, where tiles of 64 are planned."""
+    launch = mm.fuse([mm.pack(random_raw(type_name, ROWS, COLUMNS), type_name, (ROWS, COLUMNS), "cuda")]).launches[0]
+    inputs, config = random_inputs(), CONFIGS[0]
+    shared, most = narrow.card(torch.cuda.current_device())[1:]
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    for ending in ("rows", "silu", "gelu", "added"):
+        narrowest = narrow.shape_for(config, launch.block_bytes, 8, shared, most, narrow.NEVER, hopper)
+        kept = outputs(launch, ending, inputs, slice(0, T), config=config, shape=narrowest)
+        for width, at in ((65, 0), (72, 100), (81, 3), (96, 7), (97, 9), (129, 0), (146, 40), (160, 32), (161, 31)):
+            part = slice(at, at + width)
+            for y, e in zip(outputs(launch, ending, inputs, part, config=config), kept):
+                assert torch.equal(y, e[part]), (ending, width)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=("8 warps", "4 warps"))
 @pytest.mark.parametrize("type_name", FORMS)
 def test_wide_tiles_have_the_bits_of_the_tile_of_8(type_name, config):
