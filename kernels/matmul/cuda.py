@@ -1,7 +1,7 @@
 """Quantized matmul on CUDA: upload and repack, groups, and which kernel runs for how many rows.
 
 rows      kernel
-1..192    `gluon.narrow`, 8, 16 or 32 tokens a tile: one order of sums, so a row's bits are the same at each of them
+1..192    `gluon.narrow`, 8 to 64 tokens a tile: one order of sums, so a row's bits are the same at each of them
 193..     weights to float16 (`gluon.unpack`), then the library's product, float32 sums: `wide`
 F32, scales that float16 cannot hold, and cards below capability 8.0 take `triton.multiply` instead of `gluon.narrow`.
 """
@@ -44,16 +44,14 @@ class Config:
     def n_rows(self) -> int:
         return 16 * self.WM * self.MT
 
-    def n_registers(self, n_tokens: int) -> int:
-        """Registers a thread may have for `per_sm` programs to fit; wide tiles need them all."""
-        if n_tokens > 16:
-            return 255
+    def n_registers(self) -> int:
+        """Registers a thread may have for `per_sm` programs to fit."""
         return min(255, 65536 // (32 * self.KW * self.WM * self.per_sm) // 8 * 8)
 
-    def n_stages(self, block_bytes: int, n_tokens: int, shared_bytes: int) -> int:
-        """Stages that fit in so much shared memory, at most `ST` (2 for wide tiles), perhaps less than 2."""
+    def n_stages(self, block_bytes: int, n_tokens: int, shared_bytes: int, wide: int = 2) -> int:
+        """Stages that fit in so much shared memory, at most `ST` (`wide` for wide tiles), perhaps less than 2."""
         stage = self.KW * (self.n_rows * block_bytes + n_tokens * repack.BLOCK * 2)
-        return min(self.ST if n_tokens <= 16 else 2, shared_bytes // stage)
+        return min(self.ST if n_tokens <= 16 else wide, shared_bytes // stage)
 
 
 # by measurement on one H200, for types and cards without entries in `kernels.tune`

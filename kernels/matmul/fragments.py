@@ -89,6 +89,15 @@ def rows_layout(KW, N):
     return gl.SharedLinearLayout(bases + [[0, 0, 32 * i] for i in _halvings(8)])
 
 
+@constexpr_function
+def steps_layout(N):
+    """[4, N, 32] float16 as Hopper's instruction reads four steps of K: rows of 64 bytes, whose pieces of 16 change
+    places from two rows to the next, against bank conflicts."""
+    bases = [[0, 0, i] for i in _halvings(32)] + [[0, 1, 0], [0, 2, 8], [0, 4, 16]]
+    bases += [[0, i, 0] for i in _halvings(N) if i > 4] + [[i, 0, 0] for i in _halvings(4)]
+    return gl.SharedLinearLayout(bases, alignment=512)
+
+
 @gluon.jit
 def expand(x, a: gl.constexpr, b: gl.constexpr):
     return gl.expand_dims(gl.expand_dims(x, a), b)

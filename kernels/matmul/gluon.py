@@ -14,9 +14,10 @@ Source: the arithmetic is the block formats'; products are of float16 values, su
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ggufspec.kernels.matmul.dialect import copy_async, reinterpret
+from ggufspec.kernels.matmul.dialect import copy_async
 from ggufspec.kernels.matmul.epilogue import FIXED_SCALE, gated, half, normed_factor, pair, row_place, square
 from ggufspec.kernels.matmul.exchange import boxes_of, collect, over_ranks
 from ggufspec.kernels.matmul.fragments import (
@@ -31,47 +32,20 @@ from ggufspec.kernels.matmul.fragments import (
     rows_copy_layout,
     rows_layout,
     shared_layout,
+    steps_layout,
     tile_layout,
     weights_at,
 )  # fmt: skip
-
-
-@gluon.jit
-def tile_pointers(base, rows, L: gl.constexpr, KW: gl.constexpr, M: gl.constexpr, n: gl.constexpr):
-    """Pointers [KW, M, n] to the first M rows in super-blocks 0..KW-1, and those blocks' numbers [KW, 1, 1]."""
-    kw = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, L))), 1, 2)
-    m = expand(gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0, 2)
-    j = expand(gl.arange(0, n, gl.SliceLayout(0, gl.SliceLayout(1, L))), 0, 1)
-    return base + ((kw * rows + m) * n + j), kw
-
-
-@gluon.jit
-def ring(kind: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, ST: gl.constexpr):
-    """ST buffers of one shape. Apart, so that reads of one and copies into another need no barrier between them."""
-    buffers = ()
-    for _ in gl.static_range(ST):
-        buffers = buffers + (gl.allocate_shared_memory(kind, shape, layout),)  # type: ignore[assignment]
-    return buffers
-
-
-@gluon.jit
-def fetch(copies, stage: gl.constexpr, row, block, KW: gl.constexpr, S):
-    """Start the copies of super-blocks block..block + KW - 1, array rows row.., into a stage; zeros past the end."""
-    for k in gl.static_range(len(copies)):
-        buffers, ptrs, kw = copies[k]
-        to = buffers[stage]
-        pieces = ptrs + row.to(gl.int64) * to.shape[2]
-        if KW == 1:
-            copy_async(to, pieces)
-        else:
-            copy_async(to, pieces, mask=kw + block < S)
-
-
-@gluon.jit
-def step(row, block, KW: gl.constexpr, M: gl.constexpr, S, rows, units):
-    """The next unit's place in the arrays: further along K, or the next tile's first."""
-    wraps = block + KW >= S
-    return row + gl.where(wraps, M - (units - 1) * (KW * rows), KW * rows), gl.where(wraps, 0, block + KW)
+from ggufspec.kernels.matmul.units import (
+    fetch,
+    multiply_together,
+    multiply_unit,
+    read_unit,
+    ring,
+    step,
+    store_steps,
+    tile_pointers,
+)  # fmt: skip
 
 
 @gluon.jit
@@ -86,66 +60,26 @@ def wait_for_inputs():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
 
 
-@gluon.jit
-def read_unit(
-    low, high, scale, extra, LC: gl.constexpr,
-    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr,
-    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr,
-):  # fmt: skip
-    """A stage's words, words of high bits, scale words and what else the scales need, in registers."""
-    M: gl.constexpr = 16 * WM * MT
-    words = low_words(low.load(low_layout(LOW, KW, WM, MT)), LOW)
-    highs = words
-    if HIGH:
-        highs = high_words(high.load(high_layout(HIGH, KW, WM, MT)), HIGH)
-    own = scale.load(LC) if LOW < 16 else gl.zeros([KW, M, 4], gl.int32, LC)
-    other = own
-    if SCALE == "int8" or SCALE == "nibbles":
-        other = gl.expand_dims(extra.reshape([KW, M]).load(gl.SliceLayout(2, LC)), 2)
-    elif SCALE == "half_min":
-        other = extra.load(LC)
-    elif SCALE == "six_bit" or SCALE == "six_table":
-        other = scale.load(quad_layout(KW, WM, MT))
-    return words, highs, own, other
-
-
-@gluon.jit
-def multiply_unit(
-    acc, read, x, zero, min_scale, min_bias, MMA: gl.constexpr, LC: gl.constexpr,
-    LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr,
-):  # fmt: skip
-    """acc [KW, M, N] and the product of a unit's weights, as `read_unit` left them, with its activations x."""
-    LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
-    LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-    KW: gl.constexpr = acc.shape[0]
-    M: gl.constexpr = acc.shape[1]
-    N: gl.constexpr = acc.shape[2]
-    words, highs, own, other = read
-    x_tiles = reinterpret(x, gl.float16, [8, KW, N, 32], shared_layout(KW, N, 32, False))
-    scales = decode_scales(own, other, min_scale, min_bias, SCALE, OFFSET, KW, M, LC)
-    for t in gl.static_range(8):
-        b = x_tiles.index(t).permute([0, 2, 1]).load(LB)
-        a = gl.reshape(weights_at(t, words, highs, scales, zero, LOW, HIGH, SCALE), [KW, M, 32])
-        acc = mma_v2(gl.convert_layout(a, LA, assert_trivial=True), b, acc)
-    return acc
-
-
-NUMBERS = ["S", "T", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares", "half_of_box"]
+NUMBERS = [
+    "S", "T", "first_tile", "units", "n_units", "per_program", "min_scale", "min_bias", "n_squares", "half_of_box",
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow(
     low, high, scale, extra, x, x_scale, out, row_start, row_width, slots,
     squares, next_power, stream, weight, power, stream_out, out_side, boxes, half_of_box,
-    S, rows, T, units, n_units, per_program, out_scale, min_scale, min_bias, n_squares, columns, eps, n_out, out_width,
+    S, rows, T, first_tile, units, n_units, per_program, out_scale, min_scale, min_bias,
+    n_squares, columns, eps, n_out, out_width,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, OFFSET: gl.constexpr, N: gl.constexpr,
-    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
+    KW: gl.constexpr, WM: gl.constexpr, MT: gl.constexpr, TOGETHER: gl.constexpr,
+    ST: gl.constexpr, PARTS: gl.constexpr, PDL: gl.constexpr,
     SQUARES: gl.constexpr, END: gl.constexpr, SPARE: gl.constexpr,
     RANK: gl.constexpr, RANKS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """All weight rows times N tokens: each program works through an equal share of (row tile, part of K) units.
 
-    Program (i, j): share i of the weights, tokens N j and on.
+    Program (i, j): share i of the weights, tokens N (first_tile + j) and on.
 
     low, high, scale, extra: a form's arrays (extra: `d` or `min`). x: float16 [T, S * 256] in the arrays' column
     order; x_scale [T]. out: float32, weight after weight [T, width]; row_start, row_width [rows]: the first row of a
@@ -155,6 +89,8 @@ def narrow(
     [per_program * i, per_program * (i + 1)) of n_units in all, so its end can fall inside a tile. Such a tile (of at
     most PARTS parts) is its first program's, which adds in the order of K what the others leave in `slots`, see
     `exchange`. Nothing here depends on T, so neither does the order of a token's sums.
+    TOGETHER: four warps multiply 64 rows at once by Hopper's instruction, which adds 16 columns at a time in the order
+    of a chain of single warps'. Where sums over rows follow ("added") the order of warps would tell, so never there.
     SPARE: stages of activations that nothing uses: no more programs fit a multiprocessor than it is to run at once.
     PDL: launched before the kernels ahead have ended; the first stages' weights are read while waiting for them.
 
@@ -168,13 +104,18 @@ def narrow(
              columns; FIXED_SCALE to out_side [T]
     """
     M: gl.constexpr = 16 * WM * MT
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])
+    if TOGETHER:
+        MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, 1], [16, N, 16])
+        LO: gl.constexpr = MMA
+    else:
+        MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [KW, WM, 1], [1, 16, 8])  # type: ignore[no-redef]
+        LO: gl.constexpr = gl.SliceLayout(0, MMA)  # type: ignore[no-redef]
     LE: gl.constexpr = tile_layout(KW, WM, MT, [4, 8], [[0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]])
     LC: gl.constexpr = gl.SliceLayout(3, LE)
     W: gl.constexpr = 8 * LOW
     H: gl.constexpr = 8 * HIGH if HIGH else 8
     program = gl.program_id(0)
-    token = gl.program_id(1) * N
+    token = (first_tile + gl.program_id(1)) * N
     start = program * per_program
     stop = gl.minimum(start + per_program, n_units)
 
@@ -182,7 +123,10 @@ def narrow(
     LCH: gl.constexpr = copy_layout(KW, WM, MT, H, 4)
     LCS: gl.constexpr = copy_layout(KW, WM, MT, 4, 4)
     LCD: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 32, 1], [KW, WM, 1], [1, 2, 0])
-    LCX: gl.constexpr = rows_copy_layout(KW, WM, N)
+    if TOGETHER:
+        LCX: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [1, WM, 1], [2, 1, 0])
+    else:
+        LCX: gl.constexpr = rows_copy_layout(KW, WM, N)  # type: ignore[no-redef]
     w_s = ring(gl.int32, [KW, M, W], shared_layout(KW, M, W, W >= 32), ST)
     h_s, s_s, e_s = w_s, w_s, w_s  # where a form has none
     copies = ((w_s,) + tile_pointers(low, rows, LCW, KW, M, W),)
@@ -198,12 +142,20 @@ def narrow(
     if SCALE == "half_min":
         e_s = ring(gl.int32, [KW, M, 4], shared_layout(KW, M, 4, False), ST)
         copies = copies + ((e_s,) + tile_pointers(extra, rows, LCS, KW, M, 4),)  # type: ignore[assignment]
-    roomy = gl.allocate_shared_memory(gl.float16, [1 + SPARE, KW, N, 256], rows_layout(KW, N))
-    x_s = (roomy.index(0),) + ring(gl.float16, [KW, N, 256], rows_layout(KW, N), ST - 1)
-    kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
-    n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
-    k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
-    x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
+    if TOGETHER:
+        x_s = ring(gl.float16, [4, N, 32], steps_layout(N), 2 * ST)  # halves of units
+        t_x = expand(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
+        n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
+        k_x = expand(gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1) + 32 * t_x
+        kw_x = 0
+        x_ptrs = x + ((token + n_x) * (S * 256) + k_x)
+    else:
+        roomy = gl.allocate_shared_memory(gl.float16, [1 + SPARE, KW, N, 256], rows_layout(KW, N))
+        x_s = (roomy.index(0),) + ring(gl.float16, [KW, N, 256], rows_layout(KW, N), ST - 1)
+        kw_x = expand(gl.arange(0, KW, gl.SliceLayout(1, gl.SliceLayout(2, LCX))), 1, 2)
+        n_x = expand(gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LCX))), 0, 2)
+        k_x = expand(gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LCX))), 0, 1)
+        x_ptrs = x + ((token + n_x) * (S * 256) + kw_x * 256 + k_x)
 
     tile = start // units
     first_block = (start - tile * units) * KW
@@ -225,39 +177,69 @@ def narrow(
     first_x = ()
     for i in gl.static_range(ST - 1):
         mask = inside & (kw_x + ahead_block < S) & (start + i < stop)
-        first_x = first_x + (gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0),)  # type: ignore[assignment]
+        if TOGETHER:
+            first_x = first_x + (gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0),)  # type: ignore[assignment]
+            first_x = first_x + (gl.load(x_ptrs + (ahead_block * 256 + 128), mask=mask, other=0.0),)  # type: ignore[assignment]
+        else:
+            first_x = first_x + (gl.load(x_ptrs + ahead_block * 256, mask=mask, other=0.0),)  # type: ignore[assignment]
         ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
-    LO: gl.constexpr = gl.SliceLayout(0, MMA)
     if SQUARES:  # asked for while the activations are on their way
         factor_row = normed_factor(
             squares, x_scale, next_power, token, T, n_squares, columns, eps, program == 0, N, SQUARES, KW * WM
         )
         factor_row = gl.convert_layout(factor_row, gl.SliceLayout(0, LO))
     for i in gl.static_range(ST - 1):
-        x_s[i].store(first_x[i])
+        if TOGETHER:
+            store_steps(x_s[2 * i], first_x[2 * i])
+            store_steps(x_s[2 * i + 1], first_x[2 * i + 1])
+        else:
+            x_s[i].store(first_x[i])
 
     zero = gl.zeros([KW, M, 4, 8], gl.int32, LE)
     unit = start
     while unit < stop:
         end = gl.minimum((tile + 1) * units, stop)
-        acc = gl.zeros([KW, M, N], gl.float32, MMA)
+        if TOGETHER:
+            acc = gl.zeros([M, N], gl.float32, MMA)
+        else:
+            acc = gl.zeros([KW, M, N], gl.float32, MMA)
         for base in range(unit - (unit - start) % ST, end, ST):
             for at in gl.static_range(ST):  # unit base + at is in stage `at`
                 if (base >= unit - at) & (base < end - at):
                     async_copy.wait_group(ST - 2)
+                    if TOGETHER:
+                        fence_async_shared()
+                        coming_at = x_ptrs + ahead_block.to(gl.int64) * 256
+                        comes = inside & (base < stop - (at + ST - 1))
+                        coming = gl.load(coming_at, mask=comes, other=0.0)
                     # asked for ahead of the copies, which would hold them up
                     read = read_unit(w_s[at], h_s[at], s_s[at], e_s[at], LC, LOW, HIGH, SCALE, KW, WM, MT)
                     free: gl.constexpr = (at + ST - 1) % ST  # the stage that the unit before has left
                     if base < stop - (at + ST - 1):
                         fetch(copies, free, ahead_row, ahead_block, KW, S)
-                        mask = inside if KW == 1 else inside & (kw_x + ahead_block < S)
-                        copy_async(x_s[free], x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
+                        if not TOGETHER:
+                            mask = inside if KW == 1 else inside & (kw_x + ahead_block < S)
+                            copy_async(x_s[free], x_ptrs + ahead_block.to(gl.int64) * 256, mask=mask)
                     async_copy.commit_group()
                     ahead_row, ahead_block = step(ahead_row, ahead_block, KW, M, S, rows, units)
-                    acc = multiply_unit(
-                        acc, read, x_s[at], zero, min_scale, min_bias, MMA, LC, LOW, HIGH, SCALE, OFFSET
-                    )
-        y = gl.sum(acc, 0)
+                    if TOGETHER:
+                        scales = decode_scales(read[2], read[3], min_scale, min_bias, SCALE, OFFSET, 1, M, LC)
+                        x_at, rest_at = x_s[2 * at], x_s[2 * at + 1]
+                        acc = multiply_together(acc, read, scales, x_at, zero, 0, MMA, LOW, HIGH, SCALE)
+                        rest = gl.load(coming_at + 128, mask=comes, other=0.0)
+                        acc = multiply_together(acc, read, scales, rest_at, zero, 1, MMA, LOW, HIGH, SCALE)
+                        # not sooner: a store waits for its load, the products need not
+                        store_steps(x_s[2 * free], coming)
+                        store_steps(x_s[2 * free + 1], rest)
+                        acc = warpgroup_mma_wait(0, [acc])  # this stage is overwritten after the next barrier
+                    else:
+                        acc = multiply_unit(
+                            acc, read, x_s[at], zero, min_scale, min_bias, MMA, LC, LOW, HIGH, SCALE, OFFSET
+                        )
+        if TOGETHER:
+            y = acc
+        else:
+            y = gl.sum(acc, 0)
         m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, LO)), 1)
         n_row = token + gl.arange(0, N, gl.SliceLayout(0, LO))
         n = gl.expand_dims(n_row, 0)

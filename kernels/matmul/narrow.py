@@ -6,8 +6,8 @@
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,26 @@ def card(index: int | None) -> tuple[int, int, int]:
 SQUARES = 64  # partial sums of squares that a kernel takes at least: an input that was normed at once has only one
 MOST_ROWS = 512  # weight rows that a multiprocessor's programs may work on at a time
 RESERVED_BYTES = 2048  # of shared memory, a program, for the driver and the compiler's own use
+
+
+TOGETHER_TILE = 64  # tokens, of tiles that four warps multiply at once
+WIDE_ROWS = 128  # weight rows of tiles that `WIDE` is about
+
+
+class Wide(NamedTuple):
+    """Tokens from which a product's work is divided otherwise than usual, and the most stages of tiles of 64 tokens."""
+
+    from_tokens: int
+    stages: int = 2
+
+
+# By type and ending, where it was quicker on one H200 (docs/performance.md). Not a guess for others: "added", and Q6_K,
+# gained little or lost.
+WIDE = {
+    ("Q4_K", "rows"): Wide(17), ("Q4_K", "silu"): Wide(17, 3), ("Q4_K", "gelu"): Wide(17, 3),
+    ("Q8_0", "silu"): Wide(33, 3), ("Q8_0", "gelu"): Wide(33, 3),
+}  # fmt: skip
+NEVER = Wide(NARROW_TOKENS + 1)
 
 
 @functools.cache
@@ -110,6 +130,64 @@ def cut(n_rows: int, n_blocks: int, config: Config, n_programs: int) -> Cut:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """What depends on the number of tokens: of a tile, stages, spare ones, registers of a thread, parts of a tile.
+
+    together: four warps multiply at once. None of it bears on the order of a sum.
+    """
+
+    tile: int
+    stages: int
+    spare: int
+    n_registers: int
+    together: bool = False
+    n_parts: int = 0
+
+
+def shape_for(
+    config: Config, block_bytes: int, n_tokens: int, shared: int, most: int, wide: Wide, hopper: bool
+) -> Shape:
+    """The shape for so many tokens. shared, most: as of `tile_and_stages`.
+
+    A tile of 32 tokens has all registers it can use, which can leave room for fewer programs than `per_sm`. Where
+    `wide` says so it has fewer, and programs run beside each other; above 32 tokens four warps multiply together.
+    """
+    is_wide = n_tokens >= wide.from_tokens and config.KW == 1 and config.n_rows == WIDE_ROWS
+    if is_wide and hopper and n_tokens > TOKEN_TILES[-1]:
+        stages = config.n_stages(block_bytes, TOGETHER_TILE, most - RESERVED_BYTES, wide.stages)
+        if stages >= 2:
+            return Shape(TOGETHER_TILE, stages, 0, 255, together=True)
+    tile, stages = tile_and_stages(config, block_bytes, n_tokens, shared, most)
+    spare = spare_stages(config, block_bytes, tile, stages, shared, most)
+    few = tile <= 16 or (is_wide and n_tokens <= tile)
+    return Shape(tile, stages, spare, config.n_registers() if few else 255)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of one launch of the kernel, and its shape. first: a multiple of its tile."""
+
+    first: int
+    n_tokens: int
+    shape: Shape
+
+
+def pieces_for(
+    config: Config, block_bytes: int, n_tokens: int, shared: int, most: int, wide: Wide, hopper: bool
+) -> tuple[Piece, ...]:
+    """The launches for so many tokens, arguments as of `shape_for`.
+
+    A tile of 64 tokens takes as long half empty as full: up to 32 tokens after full ones are a launch of their own.
+    """
+    shape = shape_for(config, block_bytes, n_tokens, shared, most, wide, hopper)
+    rest = n_tokens % shape.tile
+    if not shape.together or not 0 < rest <= TOKEN_TILES[-1]:
+        return (Piece(0, n_tokens, shape),)
+    own = shape_for(config, block_bytes, rest, shared, most, wide, hopper)
+    return Piece(0, n_tokens - rest, shape), Piece(n_tokens - rest, rest, own)
+
+
+@dataclass(frozen=True)
 class Ending:
     """What follows a tile's sums, see `gluon.narrow`: its name, tensors and sizes in the kernel's order."""
 
@@ -126,15 +204,15 @@ class Ending:
 
 
 def launch_narrow(
-    launch: Launch, a: Activation, end: Ending, config: Config, share: Cut, shape: tuple[int, int, int, int], pdl: bool
+    launch: Launch, a: Activation, end: Ending, config: Config, share: Cut, piece: Piece, pdl: bool
 ) -> None:
-    """Launch the kernel. shape: tokens a tile, stages, spare ones, parts a tile may be in."""
+    """Launch the kernel for a piece of the tokens."""
     from ggufspec.kernels.matmul.gluon import narrow
     from ggufspec.kernels.matmul.ptx import pair
 
+    shape = piece.shape
     form, parts, low = repack.FORMS[launch.type_name], launch.parts, launch.parts["low"]
-    tile, stages, spare, n_parts = shape
-    n_tokens = a.rows.shape[0]
+    WM, MT = (config.n_rows // 16, 1) if shape.together else (config.WM, config.MT)
     power = launch.shift - 24
     minimum = 2.0**power if form.scale == "half_min" else -(2.0**power)
     assert a.scale is not None
@@ -145,46 +223,53 @@ def launch_narrow(
     boxes, half, rank, ranks = (launch.row_start, 0, 0, 1) if joint is None else (
         joint.boxes, joint.half, joint.rank, joint.size
     )  # fmt: skip
-    narrow[(share.n_programs, -(-n_tokens // tile))](
+    narrow[(share.n_programs, -(-piece.n_tokens // shape.tile))](
         low, parts.get("high", low), parts.get("scale", low), parts.get("d", parts.get("min", low)),
         a.rows, a.scale, end.out, launch.row_start, launch.row_width, slots(a.rows.device),
         squares, next_power, end.stream, end.weight, end.power, end.stream_out, end.side, boxes, half,
-        launch.n_super_blocks, launch.padded_rows, n_tokens, share.units, share.n_units, share.per_program,
-        2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares, float(a.n_columns), eps, end.n_out, end.out_width,
-        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=tile,
-        KW=config.KW, WM=config.WM, MT=config.MT, ST=stages, PARTS=n_parts, PDL=pdl,
-        SQUARES=max(SQUARES, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name, SPARE=spare,
+        launch.n_super_blocks, launch.padded_rows, a.rows.shape[0], piece.first // shape.tile,
+        share.units, share.n_units, share.per_program, 2.0**-power, pair(minimum), pair(-1024 * minimum), n_squares,
+        float(a.n_columns), eps, end.n_out, end.out_width,
+        LOW=form.low, HIGH=form.high, SCALE=form.scale, OFFSET=form.offset, N=shape.tile,
+        KW=config.KW, WM=WM, MT=MT, TOGETHER=shape.together, ST=shape.stages, PARTS=shape.n_parts, PDL=pdl,
+        SQUARES=max(SQUARES, 1 << (n_squares - 1).bit_length()) if n_squares else 0, END=end.name, SPARE=shape.spare,
         RANK=rank, RANKS=ranks, ROWS=ROWS, COLUMNS=COLUMNS,
-        num_warps=config.KW * config.WM, maxnreg=config.n_registers(tile), launch_pdl=pdl,
+        num_warps=config.KW * WM, maxnreg=shape.n_registers, launch_pdl=pdl,
         enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @functools.cache
 def plan(
-    index: int | None, rows: int, n_blocks: int, block_bytes: int, n_tokens: int, config: Config
-) -> tuple[Cut, int, int, int]:
-    """How a launch is cut on a card: its shares, tokens a tile, stages, and spare stages where launches overlap."""
-    n_multiprocessors, *shared_bytes = card(index)
+    index: int | None, rows: int, n_blocks: int, block_bytes: int, n_tokens: int, config: Config, wide: Wide
+) -> tuple[Cut, tuple[Piece, ...]]:
+    """How a launch is cut on a card: its shares, and its tokens; with spare stages, for launches that overlap."""
+    n_multiprocessors, shared, most = card(index)
     assert config.per_sm * config.n_rows <= MOST_ROWS, f"more rows than a multiprocessor's {MOST_ROWS}: {config}"
-    tile, stages = tile_and_stages(config, block_bytes, n_tokens, *shared_bytes)
-    spare = spare_stages(config, block_bytes, tile, stages, *shared_bytes)
-    return cut(rows, n_blocks, config, config.per_sm * n_multiprocessors), tile, stages, spare
+    hopper = (9, 0) <= capability(index) < (10, 0)
+    pieces = pieces_for(config, block_bytes, n_tokens, shared, most, wide, hopper)
+    return cut(rows, n_blocks, config, config.per_sm * n_multiprocessors), pieces
 
 
 def start(
-    launch: Launch, a: Activation, end: Ending, config: Config | None = None, pdl: bool | None = None, n_parts: int = 1
-) -> None:
+    launch: Launch, a: Activation, end: Ending, config: Config | None = None, pdl: bool | None = None,
+    n_parts: int = 1, shape: Shape | None = None,
+) -> None:  # fmt: skip
     """pdl: start before the previous kernel has ended and read weights meanwhile (default: from capability 9.0 on).
 
-    n_parts: compile for at least so many parts a tile.
+    n_parts: compile for at least so many parts a tile. shape: for all tokens, instead of what is planned for them.
     """
     config, index = config or launch.config, a.rows.device.index
-    share, tile, stages, spare = plan(
-        index, launch.padded_rows, launch.n_super_blocks, launch.block_bytes, a.rows.shape[0], config
-    )
+    wide = WIDE.get((launch.type_name, end.name), NEVER)
+    n_tokens = a.rows.shape[0]
+    share, pieces = plan(index, launch.padded_rows, launch.n_super_blocks, launch.block_bytes, n_tokens, config, wide)
+    if shape is not None:
+        pieces = (Piece(0, n_tokens, shape),)
     pdl = capability(index) >= (9, 0) if pdl is None else pdl
-    launch_narrow(launch, a, end, config, share, (tile, stages, spare if pdl else 0, max(n_parts, share.n_parts)), pdl)
+    for piece in pieces:
+        spare = piece.shape.spare if pdl else 0
+        own = replace(piece.shape, spare=spare, n_parts=max(n_parts, share.n_parts))
+        launch_narrow(launch, a, end, config, share, replace(piece, shape=own), pdl)
 
 
 def run(launch: Launch, a: Activation, **choices: Any) -> list[Tensor]:

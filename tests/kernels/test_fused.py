@@ -52,16 +52,20 @@ def test_interleaved_rows_are_eight_of_each_in_turn(monkeypatch):
         assert torch.equal(rows[:, :, k].flatten(1, 2), cuda._with_shift(weight, launch.shift)["low"])
 
 
-@pytest.mark.parametrize("n_tokens", [2, 12])
+@pytest.mark.parametrize("n_tokens", [2, 12, 70])
+@pytest.mark.parametrize("gate", ["Q6_K", "Q4_K"])
 @pytest.mark.parametrize("capability", [80, 90])
-def test_endings_compile(capability, n_tokens, monkeypatch):
+def test_endings_compile(capability, gate, n_tokens, monkeypatch):
     from ggufspec.kernels.matmul import triton
 
-    monkeypatch.setattr(narrow, "card", lambda index: (68, 100 << 10, 99 << 10))
+    card = {80: (108, 164 << 10, 163 << 10), 90: (132, 228 << 10, 227 << 10)}[capability]
+    monkeypatch.setattr(narrow, "card", lambda index: card)
+    monkeypatch.setattr(narrow, "plan", narrow.plan.__wrapped__)  # kept plans are of one card
     for module in (cuda, narrow):
         monkeypatch.setattr(module, "capability", lambda index: divmod(capability, 10))
+    monkeypatch.setattr(cuda, "config_for", lambda *of: cuda.Config(WM=8, MT=1, per_sm=2))
     out = cuda.fuse((packed("Q4_K", D, F),)).launches[0]
-    pair = cuda.interleave(packed("Q6_K", 40, D), packed("Q6_K", 40, D), 8)
+    pair = cuda.interleave(packed(gate, 40, D), packed(gate, 40, D), 8)
     power = torch.ones(n_tokens)
     with compiling(capability) as names:
         a = triton.prepare(torch.zeros(n_tokens, F), pdl=False)
@@ -70,7 +74,8 @@ def test_endings_compile(capability, n_tokens, monkeypatch):
         for gelu in (False, True):
             assert narrow.run_gated(pair, n, gelu).rows.shape == (n_tokens, 256)
         triton.finished(n)
-    assert names == ["prepare_rows", "narrow", "narrow", "narrow", "finish_kernel"]
+    n_gated = 4 if (capability, gate, n_tokens) == (90, "Q4_K", 70) else 2  # two launches each: 64 tokens, and 6
+    assert names == ["prepare_rows", "narrow", *["narrow"] * n_gated, "finish_kernel"]
 
 
 def small_kernels() -> None:

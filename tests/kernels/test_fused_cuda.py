@@ -38,8 +38,8 @@ def test_a_layer_of_chained_products_equals_float64(types, D, F):
     pair, out, down = fused.join(gate, up), mm.fuse([out]), mm.fuse([down])
     assert pair.launch is not None
     w1, w2, w3 = ((torch.rand(D, device="cuda") + 0.5) * size for size in (1.0, 0.05, 1.0))
-    x = torch.randn(40, D, device="cuda") * torch.logspace(-2, 3, 40, device="cuda")[:, None]
-    a = torch.randn(40, out.n_columns, device="cuda")
+    x = torch.randn(130, D, device="cuda") * torch.logspace(-2, 3, 130, device="cuda")[:, None]
+    a = torch.randn(130, out.n_columns, device="cuda")
 
     def layer(x: torch.Tensor, a: torch.Tensor):
         n = fused.enter(x, w1, EPS)
@@ -60,7 +60,7 @@ def test_a_layer_of_chained_products_equals_float64(types, D, F):
     for name, y, e in zip(("attention", "stream", "logits"), whole, expected):
         assert y.isfinite().all(), name
         assert far(y, e) < 2e-3, (name, far(y, e))
-    for n in (1, 2, 7, 8, 9, 16, 17, 33):  # any width, the same bits
+    for n in (1, 2, 7, 8, 9, 16, 17, 33, 65, 129):  # any width, the same bits
         torch.full((1 << 20,), float("nan"), device="cuda")
         for y, part in zip(whole, layer(x[:n], a[:n])):
             assert torch.equal(y[:n], part), n

@@ -48,7 +48,7 @@ def test_a_row_does_not_depend_on_its_neighbours(type_name):
         assert torch.equal(mm.matmul(x[16 - n :], group)[0], alone[16 - n :]), n
 
 
-@pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("type_name", FORMS)
 def test_prompt_pieces_up_to_192_rows_have_the_bits_of_single_rows(type_name):
     raw = random_raw(type_name, 200, 2048)
     group = mm.fuse([mm.pack(raw, type_name, (200, 2048), "cuda")])

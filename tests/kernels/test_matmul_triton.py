@@ -61,13 +61,14 @@ def test_kernels_compile(capability, monkeypatch):
 
     # a card with the shared memory of a consumer one: Q8_0 at 32 tokens must find a smaller tile
     monkeypatch.setattr(narrow, "card", lambda index: (68, 100 << 10, 99 << 10))
+    monkeypatch.setattr(narrow, "plan", narrow.plan.__wrapped__)  # kept plans are of one card
     for module in (cuda, narrow, wide):
         monkeypatch.setattr(module, "capability", lambda index: divmod(capability, 10))
     monkeypatch.setattr(wide, "product", lambda a, w, factor, out: None)  # the library's
     with compiling(capability) as names:
         for type_name in ("Q4_K", "Q6_K", "Q8_0", "BF16", "IQ4_XS", "Q3_K", "Q2_K", "F32"):
             group = cuda.fuse((weights(type_name)[-1],))
-            for n_tokens in (2, 40, 200):
+            for n_tokens in (2, 24, 40, 100, 200):
                 a = triton.prepare(torch.zeros(n_tokens, COLUMNS), pdl=capability >= 90)
                 (y,) = cuda.matmul(a, group)
                 assert y.shape == (n_tokens, ROWS)

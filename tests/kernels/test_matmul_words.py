@@ -1,5 +1,6 @@
 """The kernels' arrays: lossless, laid out as documented, decoded rightly by the kernels' own PTX, run here."""
 
+import itertools
 import re
 
 import pytest
@@ -202,6 +203,62 @@ def test_stages_fit_the_shared_memory_of_small_and_large_cards():
                 assert stages * (config.n_rows * block_bytes + tile * 512) < most
     assert config_for((1, 0), "Q4_K", 5120, 20, 144) != config_for((1, 0), "Q4_K", 248320, 20, 144)
     assert config_for((9, 0), "Q6_K", 250000, 20, 210) == Config(MT=2, ST=2, per_sm=3)
+
+
+def test_every_shape_covers_a_tile_and_fits_a_multiprocessor():
+    """Above 16 tokens only the endings that were measured leave the usual tile, and only Hopper's leave 32 tokens."""
+    from ggufspec.kernels.matmul.cuda import NARROW_TOKENS, Config, config_for
+    from ggufspec.kernels.matmul.narrow import NEVER, Wide, shape_for
+
+    cards = {(8, 0): (164 << 10, 163 << 10), (9, 0): (228 << 10, 227 << 10), (12, 0): (100 << 10, 99 << 10)}
+    every = itertools.product(cards.items(), repack.FORMS, (5120, 34816, 248320), (8, 16, 24, 33, 64, 65, 129, 192))
+    for (capability, (shared, most)), type_name, rows, n_tokens in every:
+        layout = layouts.BY_NAME[type_name]
+        block_bytes = layout.n_bytes * 256 // layout.n_elements
+        config = config_for((9, 0), type_name, rows, 20, block_bytes)
+        for wide in (Wide(17, 2), Wide(17, 3), Wide(33, 3), NEVER):
+            shape = shape_for(config, block_bytes, n_tokens, shared, most, wide, capability == (9, 0))
+            assert not shape.together or (capability == (9, 0) and n_tokens >= max(33, wide.from_tokens))
+            assert shape.tile == 64 if shape.together else shape.tile in (8, 16, 32)
+            warps = config.n_rows // 16 if shape.together else config.KW * config.WM
+            assert shape.n_registers * 32 * warps <= 65536
+            assert shape.stages * (config.n_rows * block_bytes + shape.tile * 512) <= most
+            assert -(-n_tokens // shape.tile) * shape.tile <= NARROW_TOKENS, "the slots' tokens"
+    usual = Config(WM=8, MT=1, ST=3, per_sm=2)
+    for n_tokens, together in ((16, False), (17, False), (32, False), (33, True), (192, True)):
+        shape = shape_for(usual, 144, n_tokens, *cards[9, 0], Wide(17), True)
+        assert shape.together == together and shape.n_registers == (255 if together else 128)
+        shape = shape_for(usual, 144, n_tokens, *cards[9, 0], NEVER, True)
+        assert shape.tile <= 32 and shape.n_registers == (128 if n_tokens == 16 else 255)
+        assert shape == shape_for(usual, 144, n_tokens, *cards[9, 0], NEVER, False)
+
+
+def test_tiles_of_64_have_the_stages_asked_for_if_they_fit():
+    from ggufspec.kernels.matmul.cuda import Config
+    from ggufspec.kernels.matmul.narrow import NEVER, Wide, shape_for
+
+    config, card = Config(WM=8, MT=1, ST=2, per_sm=2), (228 << 10, 227 << 10)
+    for block_bytes, most in ((144, 3), (272, 3), (512, 2)):  # as of Q4_K, Q8_0, F16
+        for stages in (2, 3):
+            shape = shape_for(config, block_bytes, 64, *card, Wide(17, stages), True)
+            assert shape.together and shape.stages == min(stages, most)
+    assert shape_for(config, 144, 64, *card, NEVER, True).stages == 2
+
+
+def test_pieces_are_all_tokens_in_whole_tiles_but_the_last():
+    from ggufspec.kernels.matmul.cuda import Config
+    from ggufspec.kernels.matmul.narrow import NEVER, Wide, pieces_for, shape_for
+
+    config, card = Config(WM=8, MT=1, ST=3, per_sm=2), (228 << 10, 227 << 10)
+    for n_tokens in range(1, 193):
+        for wide, hopper in itertools.product((Wide(17), Wide(33, 3), NEVER), (True, False)):
+            *full, last = pieces_for(config, 144, n_tokens, *card, wide, hopper)
+            assert bool(full) == (hopper and wide != NEVER and (64 < n_tokens <= 96 or 128 < n_tokens <= 160))
+            for piece in full:
+                assert (piece.first, piece.n_tokens) == (0, n_tokens // 64 * 64) and piece.shape.tile == 64
+            assert last.first % last.shape.tile == 0 and last.first == sum(piece.n_tokens for piece in full)
+            assert last.first + last.n_tokens == n_tokens
+            assert last.shape == shape_for(config, 144, last.n_tokens, *card, wide, hopper), "compiled for fewer tokens"
 
 
 def test_programs_fill_their_share_of_shared_memory():
