@@ -76,14 +76,14 @@ def cell_bytes(kv: KV) -> int:
 def columns(kv: KV, n_pairs: int) -> int:
     """Columns of a tile for a batch of n_pairs (row, query head) pairs: 8 are the least that tensor cores take.
 
-    The instructions that Triton chooses for 8 to 32 columns give the same bits on cards of capability 8 and 9, and on
-    12, which has those of 8. Elsewhere, and for products of float32, there are always 16.
+    The instructions that Triton chooses for 8 to 32 columns give the same bits for cells of half precision and q8_0,
+    on cards of capability 8 and 9, and on 12, which has those of 8. Elsewhere there are always 16: of cells that are
+    read byte by byte, few columns are multiplied in another order than many.
     """
-    types = [compute_type(name)[0] for name in (kv.type_k, kv.type_v)]
-    fixed = capability(kv.device)[0] not in (8, 9, 12) or triton.knobs.runtime.interpret or tl.float32 in types
-    if fixed:
+    fixed = capability(kv.device)[0] not in (8, 9, 12) or triton.knobs.runtime.interpret
+    if fixed or not {kv.type_k, kv.type_v} <= {"f16", "bf16", "q8_0"}:
         return 16
-    most = COLUMNS if types == [tl.float16, tl.float16] else 16  # what bfloat16 is split into takes twice the room
+    most = 16 if "bf16" in (kv.type_k, kv.type_v) else COLUMNS  # what bfloat16 is split into takes twice the room
     return max(8, min(most, triton.next_power_of_2(n_pairs)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from ggufspec.kernels.attention import AttentionSpec, narrow, shape
 from ggufspec.kernels.attention import plain as attention_plain
 from ggufspec.kernels.attention import triton as attention_triton
 from ggufspec.kernels.kv import plain as kv_plain
+from ggufspec.kernels.kv.blocks import TYPES
 from ggufspec.kernels.matmul.triton import prepare
 
 from .comparing import case, close, on, one, random, same
@@ -75,31 +78,39 @@ def attention_masks(device: str, real: bool) -> None:
 @case
 def attention_width(device: str, real: bool) -> None:
     """A row's bits do not depend on the rows beside it, nor on other slots."""
-    n_kv, G, hd = (4, 6, 256) if real else (2, 3, 64)
-    widths = range(1, 17) if real else (2, 3)
-    for type_name in ("f16", "q8_0", "bf16", "f32") if real else ("q8_0",):
-        for window in (0, 100):
-            n = 3000 if real else 515
-            _, kv = filled(device, type_name, type_name, n, n, n_kv, hd, hd)
-            kv.k[0], kv.v[0] = kv.k[1], kv.v[1]
-            spec = AttentionSpec(hd**-0.5, window=window)
-            start = 510 if not real else 2555
-            q = random(1, 16, n_kv * G, hd).to(device)
+    pairs = [(name, name) for name in TYPES] + [("q8_0", "f16"), ("q4_0", "q8_0")] if real else [("q8_0", "q8_0")]
+    sizes = [(4, 6, 256, range(1, 17)), (2, 8, 128, (1, 2, 3, 8, 16)), (8, 4, 128, (1, 3, 5)), (2, 1, 64, (1, 9, 16)),
+             (1, 3, 80, (1, 3, 6))] if real else [(2, 3, 64, (2, 3))]  # fmt: skip
+    for type_k, type_v in pairs:
+        for n_kv, G, hd, widths in sizes if type_k in ("f16", "q8_0", "q4_0") else sizes[:1]:
+            if hd % 32 and type_k not in ("f16", "bf16", "f32"):
+                continue
+            for window in (0, 100):
+                width_alone(device, (type_k, type_v), window, n_kv, G, hd, widths, 2555 if real else 510)
 
-            def run(first: int, W: int, q=q, kv=kv, spec=spec, start=start) -> Tensor:
-                rows = q[:, first : first + W]
-                counts = one(start + first, device), one(W, device)
-                return attention_triton.attend(rows, kv, one(1, device), *counts, spec)
 
-            alone = torch.cat([run(i, 1) for i in range(max(widths))], 1)
-            for W in widths:
-                same(run(0, W), alone[:, :W], f"{type_name} window {window} width {W}")
-            W = max(widths)
-            both = attention_triton.attend(
-                torch.cat((q[:, :W].flip(1), q[:, :W])), kv, torch.tensor([0, 1], device=device),
-                torch.tensor([7, start], device=device), torch.tensor([1, W], device=device), spec,
-            )  # fmt: skip
-            same(both[1:], alone[:, :W], f"{type_name} window {window} beside another slot")
+def width_alone(
+    device: str, types: tuple[str, str], window: int, n_kv: int, G: int, hd: int, widths: Iterable[int], start: int
+) -> None:
+    n, most = start + 16, max(widths)
+    _, kv = filled(device, *types, n, n, n_kv, hd, hd)
+    kv.k[0], kv.v[0] = kv.k[1], kv.v[1]
+    spec = AttentionSpec(hd**-0.5, window=window)
+    q = random(1, 16, n_kv * G, hd).to(device)
+    what = f"{types} {n_kv}x{G} heads of {hd}, window {window}"
+
+    def run(first: int, W: int) -> Tensor:
+        counts = one(start + first, device), one(W, device)
+        return attention_triton.attend(q[:, first : first + W], kv, one(1, device), *counts, spec)
+
+    alone = torch.cat([run(i, 1) for i in range(most)], 1)
+    for W in widths:
+        same(run(0, W), alone[:, :W], f"{what}, width {W}")
+    both = attention_triton.attend(
+        torch.cat((q[:, :most].flip(1), q[:, :most])), kv, torch.tensor([0, 1], device=device),
+        torch.tensor([7, start], device=device), torch.tensor([1, most], device=device), spec,
+    )  # fmt: skip
+    same(both[1:], alone, f"{what}, beside another slot")
 
 
 @case
