@@ -19,6 +19,11 @@ from .comparing import EPS, case, close, on, one, random, same
 DIVISIONS = (gdn_kernel.Division(1), *(gdn_kernel.Division(parts, warps) for parts in (2, 4) for warps in (8, 4)))
 
 
+def divisions(spec: GdnSpec) -> list[gdn_kernel.Division]:
+    """What may be chosen for a spec: programs keep 32 values or more."""
+    return [division for division in DIVISIONS if division.parts == 1 or spec.d // division.parts >= gdn_kernel.PIECE]
+
+
 def gdn_setup(real: bool) -> tuple[GdnSpec, GdnWeights]:
     spec = GdnSpec(16, 48, 128, 4, EPS) if real else GdnSpec(2, 4, 16, 4, EPS)
     return spec, gdn_weights(spec)
@@ -97,7 +102,7 @@ def gdn_steps(device: str, real: bool) -> None:
         groups = GDN_GROUPS if real or spec is small[0] else GDN_GROUPS[:1]
         groups = [*groups, *([([(6, 6)], W) for W in range(10, 18)] if real else [])]
         for accepted, width in groups:
-            for division in DIVISIONS if spec.d >= 64 else DIVISIONS[:1]:
+            for division in divisions(spec):
                 got, grouped = gdn_run(gdn_kernel, device, spec, accepted, width, division=division)
                 what = f"{spec}, {division}, grouped as {accepted}"
                 same(got, alone, what)
@@ -130,7 +135,7 @@ def gdn_padding(device: str, real: bool) -> None:
             state.counts[0].copy_(torch.tensor([3, 1, 2, 0])), state.counts[1].copy_(torch.tensor([1, 1, 0, 1]))
             states.append(state)
         with_it, without = states
-        for division in DIVISIONS if spec.d >= 64 else DIVISIONS[:1]:
+        for division in divisions(spec):
             a = gdn_kernel.step_prepared(*rows, weights, norm, EPS, with_it, slots, n_rows, spec, division=division)
             gdn_kernel.accept(with_it, slots, n, n_rows)
             b = gdn_kernel.step_prepared(
