@@ -15,7 +15,7 @@ from ggufspec.tools.bench.spec import Results, measure
 
 PUBLISHED = ("dflash2,n=7,synth-len=3.955", "dspark,n=7,synth-len=3.762", "mtp,n=1,synth-len=1.792",
              "mtp,n=3,synth-len=2.6")  # fmt: skip
-SWEEP = {"dflash2": 8, "dspark": 8, "mtp": 4}  # draft lengths from 1 on, as far as the drafter goes
+SWEEP = {"mtp": 8, "dspark": 8, "dflash2": 8}  # draft lengths from 1 on, as far as the drafter goes
 ACCEPTANCE = {"dflash2": "synth-len=3.955", "dspark": "synth-len=3.762", "mtp": "synth-p=0.792"}
 KINDS = {"code": 0.9, "json": 0.6, "prose": 0.15}  # chance of each drafted token if all before it are right
 SHORT = ("drafter", "n", "temp", "workload", "len", "acc %", "draft ms", "verify ms", "host ms", "plain ms/t",
