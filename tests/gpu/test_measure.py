@@ -145,13 +145,11 @@ def test_auto_against_the_best_fixed_length():
     assert slow["best"] == "plain"  # no drafts at all is a fixed length too
 
 
-def test_depths_are_compared_with_depth_0_of_their_cache_type():
-    rows = [
-        {"type_k": kind, "n_depth": at, "samples_ts": [rate, rate + 2, 1000.0]}
-        for kind, at, rate in (("q8_0", 0, 100.0), ("f16", 0, 118.0), ("q8_0", 32768, 49.0))
-    ]
+def test_depths_are_compared_with_depth_0_of_the_same_round():
+    samples = {("q8_0", 0): [100.0, 50.0, 80.0], ("f16", 0): [120.0], ("q8_0", 32768): [90.0, 46.0, 70.0]}
+    rows = [{"type_k": kind, "n_depth": at, "samples_ts": found} for (kind, at), found in samples.items()]
     assert depth_rows(rows) == [
-        ["f16", "0", "120.0", "1.000"], ["q8_0", "0", "102.0", "1.000"], ["q8_0", "32768", "51.0", "0.500"]
+        ["f16", "0", "120.0", "1.000"], ["q8_0", "0", "80.0", "1.000"], ["q8_0", "32768", "70.0", "0.900"]
     ]  # fmt: skip
 
 
@@ -263,5 +261,5 @@ def test_parts_at_tiny_sizes(session, tmp_path):
         found = json.loads((tmp_path / f"{name}.json").read_text())["found"]
         assert {mode: len(loads) for mode, loads in found.items()} == {mode: 2 for mode in modes}
     rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
-    longest = {"dflash2": 7, "dspark": 7, "mtp": 4}
+    longest = {"dflash2": 7, "dspark": 7, "mtp": 8}
     assert {(row["drafter"], row["n"]) for row in rows} == {(d, n) for d, m in longest.items() for n in range(1, m + 1)}
