@@ -73,8 +73,9 @@ def run(code: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, "chain"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "dflash2" else pytest.mark.slow) for kind in (*KINDS, "chain")]
+)
 def test_a_rehearsal_launches_what_work_launches(kind: str) -> None:
     """Every kernel an engine launches is compiled by then, and hardly one that it does not launch."""
     pytest.importorskip("triton")

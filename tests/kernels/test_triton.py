@@ -24,7 +24,6 @@ def test_no_case_is_forgotten():
     python("-c", f"import interpreter\nfrom cases import CASES\nassert set(CASES) == set({CASES!r}), set(CASES)")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [75, 80, 90, 120])
 def test_kernels_compile(capability):
     python("-c", f"import compiled\ncompiled.everything({capability})")
