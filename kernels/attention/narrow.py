@@ -38,9 +38,9 @@ from ggufspec.kernels.matmul.values import FIXED_SCALE, fixed_half, row_place
 from ggufspec.kernels.matmul.weight import Activation
 from ggufspec.kernels.overlap import ENTRY_NUMBERS, begin, overlap
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)  # of a score: exponentials are powers of two
 DIMS = 64  # value dimensions a program of the second kernel takes; rotations of values are of this size
-LAST_WARPS = 4
+LAST_WARPS = 4  # of it: more find no room beside the first one's programs
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def split_kernel(
     v_ptr += head_of_slot * ROW_V
     k_half_ptr += head_of_slot * HALF_K
     v_half_ptr += head_of_slot * HALF_V
-    ones = tl.full((64, N), 1.0, TYPE_V)
+    ones = tl.full((64, N), 1.0, TYPE_V)  # as many rows as Hopper's instruction takes; the sums' rows are equal
     for turn in range(tl.program_id(1), turns, tl.num_programs(1)):
         size = tl.where(turn < n_short, short, long)
         split = tl.where(turn < n_short, first + turn, first_long + turn - n_short)
@@ -163,7 +163,7 @@ def split_kernel(
         own = valid & (split_cells(position, n_cells, MOST) == size)
         at = pair * n_splits + split
         tl.store(top_ptr + at, top, own)
-        tl.store(total_ptr + at, tl.max(total, 0), own)  # its rows are equal
+        tl.store(total_ptr + at, tl.max(total, 0), own)
         if PAIRED:
             acc = tl.reshape(tl.permute(tl.join(acc, odd), (0, 2, 1)), (BLOCK_V, M))
         tl.store(part_ptr + at[None, :] * HD_V + ev[:, None], acc, own[None, :] & (ev < HD_V)[:, None])
