@@ -31,6 +31,7 @@ from .drafters.synth import SyntheticAcceptance
 from .flight import Decoded, Flight
 from .follow import Entry, SlotValues, StepInputs
 from .forms import Forms
+from .handover import on
 from .laps import Laps
 from .pinned import Pinned
 from .rows import Rows
@@ -325,7 +326,8 @@ class Decoder:
     def _begin(self, table: Tensor) -> StepInputs:
         if self.ahead:
             for tensor, kept in self._kept:
-                kept.copy_(tensor)
+                with on(tensor.device):
+                    kept.copy_(tensor)
         return self.values.inputs(table)
 
     def _draft(self, inputs: StepInputs, n: int) -> tuple[Tensor, Tensor]:
@@ -333,7 +335,8 @@ class Decoder:
         if self.drafter is None or n == 0:
             return inputs.last.new_zeros(inputs.last.shape[0], 0), inputs.limit.clamp(max=0)
         draft = self.drafter.propose(inputs.slots, inputs.last, inputs.n_past, n)
-        return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), inputs.limit)
+        draft = draft.to(self.device)
+        return draft.tokens, torch.minimum(draft.n_tokens, inputs.limit)
 
     def _verify(self, slots: Tensor, last: Tensor, n_past: Tensor, draft: Tensor, n_draft: Tensor
                 ) -> tuple[Rows, Output]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import admission, results
 from .adaptive import Adaptive, Choice
-from .capture import Graphs
+from .capture import Graphs, Lane
 from .choose import Chooser
 from .decode import Decoder
 from .drafters import Drafter
@@ -31,8 +31,9 @@ from .flight import Flight
 from .handover import on
 from .job import Event, Job, JobState, Request
 from .lengths import Lengths
-from .prefill import Prefill
+from .prefill import Prefill, device_of
 from .prompt_cache import PromptCache
+from .relay import RelayGraphs
 from .sampling import SamplingParams
 from .slot import Slot
 from .stage_graphs import StageGraphs
@@ -108,10 +109,11 @@ class Engine:
         self.crowded: list[Slot] = []  # with more checkpoints on their device than are to stay there
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
-        graphs = Graphs(self.device, self._mutable) if use_graphs and self._can_capture() else None
         stages = StageGraphs(target, self.cache) if use_graphs and self._has_stages() else None
-        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead, stages)
-        self.prefill = Prefill(target, drafter, self.cache, graphs, stages)
+        graphs = self._graphs(stages) if use_graphs else None
+        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead,
+                               stages if graphs is None else None)
+        self.prefill = Prefill(target, drafter, self.cache, None if isinstance(graphs, RelayGraphs) else graphs, stages)
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self.lengths = Lengths(self)
@@ -124,12 +126,24 @@ class Engine:
         self._emitted = 0
         self._lock = threading.Lock()
 
-    def _can_capture(self) -> bool:
-        """A graph of a whole step holds the work of one GPU."""
-        return self.device.type == "cuda" and all(stage.device == self.device for stage in self.target.stages)
+    def _graphs(self, stages: StageGraphs | None) -> Graphs | None:
+        """What captures steps: graphs where all of a step is done by one GPU, relays of graphs where it is by several;
+        None: the CPU has a part in it."""
+        target, drafter = self.target, self.drafter
+        devices = [self.device, target.embedding.device, target.head.device, *(s.device for s in target.stages)]
+        if drafter is not None and drafter.capturable:
+            devices.append(device_of(drafter, self.device))
+        devices = list(dict.fromkeys(devices))
+        if any(device.type != "cuda" for device in devices):
+            return None
+        if len(devices) == 1:
+            return Graphs(self.device, self._mutable)
+        shared = {} if stages is None else {device: graphs.lanes[0] for device, graphs in stages.graphs.items()}
+        lanes = [shared.get(device) or Lane(device) for device in devices]
+        return RelayGraphs(lanes, self._mutable)
 
     def _has_stages(self) -> bool:
-        """Layers on several devices: a graph a stage."""
+        """Layers on several devices: a prompt's chunks have a graph a stage."""
         return len(self.target.stages) > 1 and any(stage.device.type == "cuda" for stage in self.target.stages)
 
     def _mutable(self) -> list[Tensor]:

@@ -2,14 +2,18 @@
 
 PyTorch copies between two GPUs on their current streams and makes each wait for the other: a device that hands a prompt
 chunk on would wait for the one before to be finished there. Here copies run on streams of their own.
+
+While a step over several devices is captured, its recorder is asked instead (see relay): it has to know where the work
+of one device ends and that of another begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +23,24 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _streams: dict[tuple[torch.device, torch.device, torch.device], Any] = {}
 
 
+class Recorder(Protocol):
+    """What records work on several devices."""
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Inside, work is the device's."""
+
+    def carry(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """`hand_over` between two devices."""
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)  # at work in this thread
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, kernels are launched on the device: Triton goes by the current one, not by the tensors'."""
+    recording = recorder.get()
+    if recording is not None:
+        return recording.on(device)
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -50,6 +70,9 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor],
     """`hand_over` whose target does not wait yet: `wait_for` the second value before the tensors are read there."""
     if not tensors or tensors[0].device == device:
         return list(tensors), None
+    recording = recorder.get()
+    if recording is not None:
+        return recording.carry(tensors, device), None
     source = tensors[0].device
     if source.type != "cuda" or device.type != "cuda":
         return [t.to(device, non_blocking=source.type == "cpu" and t.is_pinned()) for t in tensors], None

@@ -131,8 +131,9 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[.., D], moved to the head's device if need be, to [.., n_rows] float32 there."""
-        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.device)
-        (out,) = matmul(prepare(flat), self.group)
+        (flat,) = hand_over([hidden.reshape(-1, hidden.shape[-1])], self.device)
+        with on(self.device):
+            (out,) = matmul(prepare(flat), self.group)
         if self.bounds is not None:
             out = self.shard.join(out, self.bounds)
         return out.view(*hidden.shape[:-1], -1)
@@ -193,23 +194,25 @@ class Model:
 
         Tapped streams travel along with the residual: fetched at the end, they would stop the devices before.
         """
+        here = rows.to(self.embedding.device)
         with on(self.embedding.device):
-            x = self.embed(rows.to(self.embedding.device).tokens)
+            x = self.embed(here.tokens)
         tapped: dict[int, Tensor] = {}
         for stage in self.stages:
             wanted = tuple(i for i in range(stage.start, stage.stop) if i in taps)
             x, *carried = hand_over([x, *tapped.values()], stage.device)
             tapped = dict(zip(tapped, carried))
+            here = here if here.tokens.device == stage.device else rows.to(stage.device)
             with on(stage.device):
-                here = rows.to(stage.device)
                 x, streams = (run or self.run_stage)(stage, here, x, cache, wanted)
             tapped |= zip(wanted, streams)
         x, *carried = hand_over([x, *tapped.values()], self.device)
         tapped = dict(zip(tapped, carried))
+        here = here if here.tokens.device == self.device else rows.to(self.device)
         with on(self.device):
             hidden = rms_norm(x, self.output_norm, self.config.layer_norm_rms_epsilon)
             features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
-            return Output(self.logits(hidden, rows.to(self.device), logits), hidden, features)
+            return Output(self.logits(hidden, here, logits), hidden, features)
 
     def run_stage(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
                   ) -> tuple[Tensor, list[Tensor]]:
