@@ -10,7 +10,7 @@ of one device ends and that of another begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
@@ -42,6 +42,26 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     if recording is not None:
         return recording.on(device)
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Journey:
+    """`on` for work that goes on to other devices: inside it is `at` one of them after the other."""
+
+    def __init__(self) -> None:
+        self._now = ExitStack()
+        self._device: torch.device | None = None
+
+    def __enter__(self) -> Journey:
+        return self
+
+    def __exit__(self, *how: Any) -> None:
+        self._now.close()
+
+    def at(self, device: torch.device) -> None:
+        if device != self._device:
+            self._now.close()
+            self._now.enter_context(on(device))
+            self._device = device
 
 
 def on_own_device(method: Method) -> Method:

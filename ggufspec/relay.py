@@ -117,7 +117,8 @@ class Recording:
         unit = unit_of(tensors)
         pieces: list[Tensor] = []
         for t, (start, stop) in zip(tensors, places(tensors)):
-            pieces.append(t.contiguous().view(-1).view(unit))
+            flat = t.contiguous().as_strided((t.numel(),), (1,))  # one number may have any stride
+            pieces.append(flat.view(unit))
             pieces.append(pieces[-1].new_empty((stop - start - n_bytes(t)) // unit.itemsize))
         total = sum(piece.numel() for piece in pieces)
         out = self._buffer("out", device, torch.empty(total, dtype=unit, device="meta"))

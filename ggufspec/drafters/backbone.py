@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..handover import hand_over
 from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
 from ..kernels.fused import enter, gated
@@ -218,7 +217,7 @@ class Backbone:
         if out is None and block.n is not None and head_opening(self.head, self.output_norm, self.device) is not None:
             (out,) = matmul(block.n, self.head.group)
         if out is None:
-            (out,) = hand_over([self.head(self.hidden(block))], self.device)
+            out = self.head.elsewhere(self.hidden(block))
         out = out.view(*block.x.shape[:-1], -1)[:, first:]
         if self.d2t is None:
             return out

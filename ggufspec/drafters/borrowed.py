@@ -13,6 +13,5 @@ def look_up(embedding: PackedWeight, tokens: Tensor, device: torch.device) -> Te
     """tokens [B, W] to their rows [B, W, D] float32 on the device, looked up where the matrix lies."""
     (ids,) = hand_over([tokens.reshape(-1)], embedding.device)
     with on(embedding.device):
-        x = gather(embedding, ids)
-    (x,) = hand_over([x], device)
+        (x,) = hand_over([gather(embedding, ids)], device)
     return x.view(*tokens.shape, -1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache
-from ..handover import hand_over, on
+from ..handover import Journey, hand_over, on
 from ..kernels.fused import enter
 from ..kernels.matmul import Activation, PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.norm import rms_norm
@@ -138,6 +138,13 @@ class Head:
             out = self.shard.join(out, self.bounds)
         return out.view(*hidden.shape[:-1], -1)
 
+    def elsewhere(self, hidden: Tensor) -> Tensor:
+        """The same for rows of another device, with the logits back there."""
+        (flat,) = hand_over([hidden.reshape(-1, hidden.shape[-1])], self.device)
+        with on(self.device):
+            (out,) = hand_over([self(flat)], hidden.device)
+        return out.view(*hidden.shape[:-1], -1)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -194,22 +201,23 @@ class Model:
 
         Tapped streams travel along with the residual: fetched at the end, they would stop the devices before.
         """
-        here = rows.to(self.embedding.device)
-        with on(self.embedding.device):
+        with Journey() as journey:
+            here = rows.to(self.embedding.device)
+            journey.at(self.embedding.device)
             x = self.embed(here.tokens)
-        tapped: dict[int, Tensor] = {}
-        for stage in self.stages:
-            wanted = tuple(i for i in range(stage.start, stage.stop) if i in taps)
-            x, *carried = hand_over([x, *tapped.values()], stage.device)
-            tapped = dict(zip(tapped, carried))
-            here = here if here.tokens.device == stage.device else rows.to(stage.device)
-            with on(stage.device):
+            tapped: dict[int, Tensor] = {}
+            for stage in self.stages:
+                wanted = tuple(i for i in range(stage.start, stage.stop) if i in taps)
+                x, *carried = hand_over([x, *tapped.values()], stage.device)
+                tapped = dict(zip(tapped, carried))
+                here = here if here.tokens.device == stage.device else rows.to(stage.device)
+                journey.at(stage.device)
                 x, streams = (run or self.run_stage)(stage, here, x, cache, wanted)
-            tapped |= zip(wanted, streams)
-        x, *carried = hand_over([x, *tapped.values()], self.device)
-        tapped = dict(zip(tapped, carried))
-        here = here if here.tokens.device == self.device else rows.to(self.device)
-        with on(self.device):
+                tapped |= zip(wanted, streams)
+            x, *carried = hand_over([x, *tapped.values()], self.device)
+            tapped = dict(zip(tapped, carried))
+            here = here if here.tokens.device == self.device else rows.to(self.device)
+            journey.at(self.device)
             hidden = rms_norm(x, self.output_norm, self.config.layer_norm_rms_epsilon)
             features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
             return Output(self.logits(hidden, here, logits), hidden, features)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..cache import Cache, KVLayer, RecurrentLayer
 from ..errors import ConfigError, FileError, UnsupportedError
-from ..handover import hand_over
 from ..kernels import gdn
 from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.gdn import GdnSpec, GdnWeights
@@ -293,7 +292,7 @@ class MtpBlock:
         after = Opening(self.head_norm, self.head.group) if here else None
         x, opened = self.block.run(self.join(embedded, hidden), None, step, kv, after)
         if opened is None:
-            return x, hand_over([self.head(self.hidden(x))], self.device)[0]
+            return x, self.head.elsewhere(self.hidden(x))
         return x, opened.products[0].view(*x.shape[:-1], -1)
 
     def remember(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> None:

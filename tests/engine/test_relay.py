@@ -1,0 +1,143 @@
+"""Steps over several devices, captured as far as a CPU can: the tokens of one device, and nothing outside graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from two_cards import FIRST, SECOND, THIRD, Cards, Tapes
+from two_engines import GREEDY, KINDS, SAMPLED, Family, drain, n_ahead, watch
+
+from ggufspec import bundled
+from ggufspec.drafters import DraftOptions
+from ggufspec.drafters.load import SpecOptions, load_drafter
+from ggufspec.engine import Engine
+from ggufspec.gguf_file import open_gguf
+from ggufspec.job import Job, Request
+from ggufspec.models import Model, load_model
+from ggufspec.placement import Placement
+from ggufspec.weights import Weights
+
+N_CTX = 256
+CUTS = {2: (3,), 3: (2, 5)}  # layers at which the device changes
+# Work of a steady step that is no graph's: its inputs on their way in, its results on their way out.
+BETWEEN = {"copy_", "__getitem__", "tolist", "detach"}
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    return Family()
+
+
+@pytest.fixture(scope="module")
+def cards() -> Iterator[Cards]:
+    with Cards() as cards:
+        yield cards
+
+
+@pytest.fixture(scope="module")
+def splits(family: Family, cards: Cards) -> dict[int, tuple[Model, Weights]]:
+    """The bundled target over two devices and over three."""
+    found = {}
+    n = int(family.file.metadata["qwen35.block_count"])
+    for n_devices, cuts in CUTS.items():
+        layers = tuple(torch.device("cpu", sum(i >= cut for cut in cuts)) for i in range(n))
+        weights = Weights(family.file)
+        found[n_devices] = load_model(family.file, Placement(FIRST, layers, layers[-1]), weights=weights), weights
+    return found
+
+
+def drafter_of(family: Family, split: tuple[Model, Weights], kind: str, n_slots: int, device: torch.device | None) -> Any:
+    name, n_max = KINDS[kind]
+    if kind == "plain":
+        return None
+    options = SpecOptions(("draft-mtp",) if name is None else (), DraftOptions(n_max=n_max))
+    drafter: Any = load_drafter(
+        options, family.file, split[0], None if name is None else open_gguf(bundled.path(name)), n_slots=n_slots,
+        n_ctx=N_CTX, device=device, target_weights=split[1],
+    )  # fmt: skip
+    drafter.capturable = True  # as on GPUs
+    return drafter
+
+
+def relayed(family: Family, split: tuple[Model, Weights], kind: str, n_slots: int, place: torch.device | None = None
+            ) -> tuple[Engine, Tapes]:
+    """An engine whose steps are captured over the model's devices and the drafter's."""
+    model, drafter = split[0], drafter_of(family, split, kind, n_slots, place)
+    engine = Engine(model, family.tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=N_CTX, ahead=True)
+    devices = [model.device, *(stage.device for stage in model.stages), *([] if place is None else [place])]
+    tapes = engine.decoder.graphs = Tapes(list(dict.fromkeys(devices)), engine._mutable)
+    return engine, tapes
+
+
+def play(family: Family, engine: Engine) -> list[Job]:
+    """Two streams, one of which samples and ends later."""
+    jobs = [engine.submit(Request(family.prompts[0][:9], GREEDY, n_predict=7)),
+            engine.submit(Request(family.prompts[1][:9], SAMPLED, n_predict=13))]  # fmt: skip
+    drain(engine)
+    return jobs
+
+
+PLACES = [("plain", None), *((kind, place) for kind in ("mtp", "dspark", "dflash2") for place in (None, FIRST, THIRD))]
+
+
+@pytest.mark.parametrize("kind, place", PLACES, ids=str)
+def test_the_tokens_of_one_device(family: Family, cards: Cards, splits: dict[int, Any], kind: str, place: Any) -> None:
+    """Wherever the drafter lies; steps run ahead. Streams that end and sizes that change go through other tapes."""
+    want = play(family, family.engine(kind, False, n_slots=2, n_ctx=N_CTX))
+    engine, tapes = relayed(family, splits[2], kind, 2, place)
+    launches = watch(engine)
+    got = play(family, engine)
+    assert [job.generated for job in got] == [job.generated for job in want]
+    assert [job.stats.draft_n_accepted for job in got] == [job.stats.draft_n_accepted for job in want]
+    assert n_ahead(launches) > 0
+    assert tapes.captured and all(shape.stage == "step" for shape in tapes.tapes())
+
+
+def test_three_devices(family: Family, cards: Cards, splits: dict[int, Any]) -> None:
+    want = play(family, family.engine("dspark", False, n_slots=2, n_ctx=N_CTX))
+    engine, _ = relayed(family, splits[3], "dspark", 2)
+    assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
+
+
+def test_what_a_tape_holds(family: Family, cards: Cards, splits: dict[int, Any]) -> None:
+    """Drafter beside the output: rows go to the first device, the stream comes back, acceptance goes there. The draft's
+    embedding rows are looked up where they lie."""
+    engine, tapes = relayed(family, splits[2], "dspark", 1)
+    job = engine.submit(Request(family.prompts[0], GREEDY, n_predict=8))
+    drain(engine)
+    assert job.generated
+    a, b = str(FIRST), str(SECOND)
+    to_first, back = (b, a), (a, b)
+    (seen,) = [seen for shape, seen in tapes.tapes().items() if shape.n == KINDS["dspark"][1]]
+    assert seen == [b, to_first, a, back, b, to_first, a, back, b, to_first, a, b]
+
+
+@pytest.mark.parametrize("kind, place", PLACES, ids=str)
+def test_a_steady_step_launches_graphs_alone(family: Family, cards: Cards, splits: dict[int, Any], kind: str,
+                                             place: Any) -> None:
+    engine, tapes = relayed(family, splits[2], kind, 1, place)
+    engine.submit(Request(family.prompts[0][:9], GREEDY, n_predict=60))
+    for _ in range(4):
+        engine.step()
+    n_captured = len(tapes.captured)
+    cards.outside.clear()
+    for _ in range(3):
+        engine.step()
+    assert len(tapes.captured) == n_captured
+    assert cards.outside and set(cards.outside) <= BETWEEN, set(cards.outside) - BETWEEN
+    while not engine.idle:
+        engine.step()
+
+
+def test_work_on_another_device_is_noticed(cards: Cards) -> None:
+    """The test's own eyes: mixed devices, and work that no graph holds."""
+    x, y = torch.zeros(3, device=FIRST), torch.zeros(3, device=SECOND)
+    assert (x.device, y.device, (x + 1).device, x.to(SECOND).device) == (FIRST, SECOND, FIRST, SECOND)
+    with pytest.raises(AssertionError, match="add of tensors on"):
+        torch.add(x, y)
+    tapes = Tapes([FIRST, SECOND], lambda: [])
+    with pytest.raises(AssertionError, match="mul on cpu:1 while cpu:0 is captured"):
+        tapes.run("stray", lambda a: (a + 1, y.mul(2)), (x,))
