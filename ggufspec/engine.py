@@ -21,7 +21,6 @@ from torch import Tensor
 
 from . import admission, results
 from .adaptive import Adaptive, Choice
-from .capture import Graphs, Lane
 from .choose import Chooser
 from .decode import Decoder
 from .drafters import Drafter
@@ -31,9 +30,9 @@ from .flight import Flight
 from .handover import on
 from .job import Event, Job, JobState, Request
 from .lengths import Lengths
-from .prefill import Prefill, device_of
+from .prefill import Prefill
 from .prompt_cache import PromptCache
-from .relay import RelayGraphs
+from .relay import RelayGraphs, graphs_for
 from .sampling import SamplingParams
 from .slot import Slot
 from .stage_graphs import StageGraphs
@@ -110,7 +109,7 @@ class Engine:
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
         stages = StageGraphs(target, self.cache) if use_graphs and self._has_stages() else None
-        graphs = self._graphs(stages) if use_graphs else None
+        graphs = graphs_for(target, drafter, stages, self._mutable) if use_graphs else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead,
                                stages if graphs is None else None)
         self.prefill = Prefill(target, drafter, self.cache, None if isinstance(graphs, RelayGraphs) else graphs, stages)
@@ -125,22 +124,6 @@ class Engine:
         self._inbox = Inbox()
         self._emitted = 0
         self._lock = threading.Lock()
-
-    def _graphs(self, stages: StageGraphs | None) -> Graphs | None:
-        """What captures steps: graphs where all of a step is done by one GPU, relays of graphs where it is by several;
-        None: the CPU has a part in it."""
-        target, drafter = self.target, self.drafter
-        devices = [self.device, target.embedding.device, target.head.device, *(s.device for s in target.stages)]
-        if drafter is not None and drafter.capturable:
-            devices.append(device_of(drafter, self.device))
-        devices = list(dict.fromkeys(devices))
-        if any(device.type != "cuda" for device in devices):
-            return None
-        if len(devices) == 1:
-            return Graphs(self.device, self._mutable)
-        shared = {} if stages is None else {device: graphs.lanes[0] for device, graphs in stages.graphs.items()}
-        lanes = [shared.get(device) or Lane(device) for device in devices]
-        return RelayGraphs(lanes, self._mutable)
 
     def _has_stages(self) -> bool:
         """Layers on several devices: a prompt's chunks have a graph a stage."""

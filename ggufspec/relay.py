@@ -20,13 +20,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .capture import Graphs, Lane
 from .handover import recorder
+from .prefill import device_of
+
+if TYPE_CHECKING:
+    from .drafters import Drafter
+    from .models import Model
+    from .stage_graphs import StageGraphs
 
 ALIGNMENT = 128  # bytes: a tensor in a buffer begins as well as one of its own
 
@@ -191,6 +197,29 @@ class RelayGraphs(Graphs):
         with Recording(self.lanes).running() as tape:
             outputs = stage(*inputs)
         return tape, outputs
+
+
+def devices_of_step(target: Model, drafter: Drafter | None) -> list[torch.device]:
+    """All that a captured step works on, the one where it begins and ends first. A drafter on the host has no part."""
+    devices = [target.device, target.embedding.device, target.head.device, *(s.device for s in target.stages)]
+    if drafter is not None and drafter.capturable:
+        devices.append(device_of(drafter, target.device))
+    return list(dict.fromkeys(devices))
+
+
+def graphs_for(target: Model, drafter: Drafter | None, stages: StageGraphs | None, mutable: Callable[[], list[Tensor]]
+               ) -> Graphs | None:
+    """What captures an engine's steps: graphs on one GPU, tapes over several; None where the CPU has a part in them.
+
+    stages: what captures prompts on the same devices; memory is shared with them.
+    """
+    devices = devices_of_step(target, drafter)
+    if any(device.type != "cuda" for device in devices):
+        return None
+    if len(devices) == 1:
+        return Graphs(target.device, mutable)
+    shared = {} if stages is None else {device: graphs.lanes[0] for device, graphs in stages.graphs.items()}
+    return RelayGraphs([shared.get(device) or Lane(device) for device in devices], mutable)
 
 
 def n_bytes(t: Tensor) -> int:

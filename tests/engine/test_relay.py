@@ -49,7 +49,8 @@ def splits(family: Family, cards: Cards) -> dict[int, tuple[Model, Weights]]:
     return found
 
 
-def drafter_of(family: Family, split: tuple[Model, Weights], kind: str, n_slots: int, device: torch.device | None) -> Any:
+def drafter_of(family: Family, split: tuple[Model, Weights], kind: str, n_slots: int, device: torch.device | None
+               ) -> Any:
     name, n_max = KINDS[kind]
     if kind == "plain":
         return None
