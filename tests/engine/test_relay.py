@@ -18,9 +18,15 @@ from ggufspec.gguf_file import open_gguf
 from ggufspec.job import Job, Request
 from ggufspec.models import Model, load_model
 from ggufspec.placement import Placement
+from ggufspec.relay import devices_of_step
 from ggufspec.weights import Weights
 
 N_CTX = 256
+HOST = torch.device("cpu")
+TYPES: dict[str, tuple[str | None, tuple[str, ...]]] = {  # file and types
+    "mtp": (None, ("draft-mtp",)), "dspark": ("dspark", ()), "dflash2": ("dflash2", ()),
+    "small": ("target", ("draft-simple",)), "ngram": (None, ("ngram-mod",)),
+}  # fmt: skip
 CUTS = {2: (3,), 3: (2, 5)}  # layers at which the device changes
 # Work of a steady step that is no graph's: its inputs on their way in, its results on their way out.
 BETWEEN = {"copy_", "__getitem__", "tolist", "detach"}
@@ -51,15 +57,16 @@ def splits(family: Family, cards: Cards) -> dict[int, tuple[Model, Weights]]:
 
 def drafter_of(family: Family, split: tuple[Model, Weights], kind: str, n_slots: int, device: torch.device | None
                ) -> Any:
-    name, n_max = KINDS[kind]
     if kind == "plain":
         return None
-    options = SpecOptions(("draft-mtp",) if name is None else (), DraftOptions(n_max=n_max))
+    name, types, n_max = *TYPES.get(kind, (None, ())), KINDS.get(kind, (None, 2))[1]
     drafter: Any = load_drafter(
-        options, family.file, split[0], None if name is None else open_gguf(bundled.path(name)), n_slots=n_slots,
-        n_ctx=N_CTX, device=device, target_weights=split[1],
+        SpecOptions(types, DraftOptions(n_max=n_max)), family.file, split[0],
+        None if name is None else open_gguf(bundled.path(name) if name != "target" else bundled.target_path()),
+        n_slots=n_slots, n_ctx=N_CTX, device=device, target_weights=split[1],
     )  # fmt: skip
-    drafter.capturable = True  # as on GPUs
+    if device != HOST and kind != "ngram":
+        drafter.capturable = True  # as on GPUs
     return drafter
 
 
@@ -68,8 +75,7 @@ def relayed(family: Family, split: tuple[Model, Weights], kind: str, n_slots: in
     """An engine whose steps are captured over the model's devices and the drafter's."""
     model, drafter = split[0], drafter_of(family, split, kind, n_slots, place)
     engine = Engine(model, family.tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=N_CTX, ahead=True)
-    devices = [model.device, *(stage.device for stage in model.stages), *([] if place is None else [place])]
-    tapes = engine.decoder.graphs = Tapes(list(dict.fromkeys(devices)), engine._mutable)
+    tapes = engine.decoder.graphs = Tapes(devices_of_step(model, drafter), engine._mutable)
     return engine, tapes
 
 
@@ -97,10 +103,54 @@ def test_the_tokens_of_one_device(family: Family, cards: Cards, splits: dict[int
     assert tapes.captured and all(shape.stage == "step" for shape in tapes.tapes())
 
 
+@pytest.mark.parametrize("place", [None, FIRST], ids=str)
+def test_a_small_model_that_drafts(family: Family, cards: Cards, splits: dict[int, Any], place: Any) -> None:
+    """The target itself, on one device; all that it drafts is right."""
+    want = family.engine("plain", False, n_ctx=N_CTX)
+    engine, tapes = relayed(family, splits[2], "small", 1, place)
+    jobs = [one.submit(Request(family.prompts[0][:9], GREEDY, n_predict=10)) for one in (want, engine)]
+    drain(want), drain(engine)
+    assert jobs[0].generated == jobs[1].generated
+    assert jobs[1].stats.draft_n_accepted == jobs[1].stats.draft_n > 0
+    assert all(shape.stage == "step" for shape in tapes.tapes())
+
+
+@pytest.mark.parametrize("kind, place", [("ngram", None), ("dspark", HOST), ("mtp", HOST)], ids=str)
+def test_drafters_on_the_host(family: Family, cards: Cards, splits: dict[int, Any], kind: str, place: Any) -> None:
+    """The verification alone is captured, over both devices."""
+    want = play(family, family.engine("plain", False, n_slots=2, n_ctx=N_CTX))
+    engine, tapes = relayed(family, splits[2], kind, 2, place)
+    assert engine.decoder.is_on_host
+    assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
+    assert {shape.stage for shape in tapes.tapes()} == {"verify"}
+
+
+@pytest.mark.parametrize("place", [None, FIRST, THIRD], ids=str)
+def test_launched_one_by_one(family: Family, cards: Cards, splits: dict[int, Any], place: Any) -> None:
+    """`--no-graph`: nothing works on two devices at once there either."""
+    want = play(family, family.engine("plain", False, n_slots=2, n_ctx=N_CTX))
+    engine, _ = relayed(family, splits[2], "mtp", 2, place)
+    engine.decoder.graphs, engine.decoder.ahead = None, False
+    assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
+
+
 def test_three_devices(family: Family, cards: Cards, splits: dict[int, Any]) -> None:
     want = play(family, family.engine("dspark", False, n_slots=2, n_ctx=N_CTX))
     engine, _ = relayed(family, splits[3], "dspark", 2)
     assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
+
+
+def test_a_server_captures_between_requests(family: Family, cards: Cards, splits: dict[int, Any]) -> None:
+    """Tapes of padding alone, captured while idle, serve what comes: it leaves no trace in slots that are in use."""
+    want = play(family, family.engine("mtp", False, n_slots=2, n_ctx=N_CTX))
+    engine, tapes = relayed(family, splits[2], "mtp", 2)
+    engine.serve([SAMPLED])
+    while engine.capture_one():
+        pass
+    n_captured = len(tapes.captured)
+    got = play(family, engine)
+    assert [job.generated for job in got] == [job.generated for job in want]
+    assert len(tapes.captured) == n_captured > 4
 
 
 def test_what_a_tape_holds(family: Family, cards: Cards, splits: dict[int, Any]) -> None:
