@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,14 +13,16 @@ from two_cards import FIRST, SECOND, THIRD, Cards, Tapes
 from two_engines import GREEDY, KINDS, SAMPLED, Family, drain, n_ahead, watch
 
 from ggufspec import bundled
+from ggufspec.capture import Lane
 from ggufspec.drafters import DraftOptions
 from ggufspec.drafters.load import SpecOptions, load_drafter
 from ggufspec.engine import Engine
 from ggufspec.gguf_file import open_gguf
+from ggufspec.handover import hand_over, on, recorder
 from ggufspec.job import Job, Request
 from ggufspec.models import Model, load_model
 from ggufspec.placement import Placement
-from ggufspec.relay import devices_of_step
+from ggufspec.relay import Recording, devices_of_step
 from ggufspec.weights import Weights
 
 N_CTX = 256
@@ -87,7 +91,8 @@ def play(family: Family, engine: Engine) -> list[Job]:
     return jobs
 
 
-PLACES = [("plain", None), *((kind, place) for kind in ("mtp", "dspark", "dflash2") for place in (None, FIRST, THIRD))]
+PLACES = [("plain", None), *((kind, place) for kind in ("mtp", "dspark", "dflash2") for place in (None, FIRST)),
+          ("dspark", THIRD)]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind, place", PLACES, ids=str)
@@ -192,3 +197,61 @@ def test_work_on_another_device_is_noticed(cards: Cards) -> None:
     tapes = Tapes([FIRST, SECOND], lambda: [])
     with pytest.raises(AssertionError, match="mul on cpu:1 while cpu:0 is captured"):
         tapes.run("stray", lambda a: (a + 1, y.mul(2)), (x,))
+
+
+def test_graphs_begin_and_end_in_turn(monkeypatch: pytest.MonkeyPatch, cards: Cards) -> None:
+    """The recording of a GPU on one that is not there: graphs without work are not replayed, but kept; an error ends
+    the capture that it came in."""
+    said: list[str] = []
+    current: list[Any] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.n_done = 0
+
+        def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+            assert not current and capture_error_mode == "thread_local"
+            current.append(self)
+            said.append(f"begin {pool}")
+
+        def capture_end(self) -> None:
+            assert current.pop() is self
+            said.append("end")
+            if self.n_done == 0:
+                warnings.warn("The CUDA Graph is empty. This usually means that ..", stacklevel=2)
+
+        def replay(self) -> None:
+            said.append(f"replay {self.n_done}")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    lanes = [Lane(SECOND), Lane(FIRST)]
+    for lane in lanes:
+        lane.__dict__.update(pool=str(lane.device), stream=None)
+
+    def work(n: int) -> None:
+        current[-1].n_done += n
+
+    with Recording(lanes).running() as tape:
+        work(1)
+        with on(FIRST):
+            work(2)
+            (there,) = hand_over([torch.arange(3, device=FIRST)], SECOND)
+            with on(FIRST):
+                pass
+        assert there.device == SECOND and there.shape == (3,)
+        work(3)
+    assert recorder.get() is None and not current
+    assert said == ["begin cpu:1", "end", "begin cpu:0", "end", "begin cpu:0", "end", "begin cpu:1", "end"]
+    assert len(tape.items) == 4 and len(tape.empty) == 1
+    said.clear()
+    tape.replay()
+    assert said == ["replay 1", "replay 2", "replay 3"]
+    with pytest.raises(ValueError, match="broken"), Recording(lanes).running(), on(FIRST):
+        raise ValueError("broken")
+    assert recorder.get() is None and not current
+    with pytest.raises(RuntimeError, match="a step is captured on cpu:1, cpu:0; it went on to cpu:2"):
+        with Recording(lanes).running(), on(THIRD):
+            pass
+    assert recorder.get() is None and not current
