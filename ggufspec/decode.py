@@ -31,7 +31,7 @@ from .drafters.synth import SyntheticAcceptance
 from .flight import Decoded, Flight
 from .follow import Entry, SlotValues, StepInputs
 from .forms import Forms
-from .handover import on
+from .handover import on, wait_for_copies
 from .laps import Laps
 from .pinned import Pinned
 from .rows import Rows
@@ -297,6 +297,7 @@ class Decoder:
         entries = every.first(draft.shape[0])
         arguments = (entries.slots, entries.last, entries.n_past, draft, n_draft)
         if self.graphs is not None and shape is not None:
+            wait_for_copies(self.device)  # of the last step's rows and output, over which the graph writes
             rows, output = self.graphs.run(shape, self._verify, arguments)
         else:
             rows, output = self._verify(*arguments)
@@ -342,6 +343,7 @@ class Decoder:
                 ) -> tuple[Rows, Output]:
         taps = self.drafter.taps if self.drafter is not None else ()
         rows = lay_out(last, draft, n_draft, slots, n_past, self.target.n_vocab)
+        rows.positions()  # with the graph, though no layer lies here: whoever samples would keep those of its first run
         return rows, self.target.forward(rows, self.cache, taps=taps, logits="all", run=self.run_stage)
 
     def _settle(self, rows: Rows, tokens: Tensor, inputs: StepInputs, uniforms: Sequence[Tensor]) -> Tensor:

@@ -113,6 +113,14 @@ def wait_for(arrived: Any, device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_event(arrived)
 
 
+def wait_for_copies(source: torch.device) -> None:
+    """Let the device's stream wait for all copies from it: what they read is written over next. Memory that is not
+    fixed needs no such care, it is not used anew before."""
+    for (device, own, _), out in _streams.items():
+        if device == own == source:
+            torch.cuda.current_stream(source).wait_stream(out)
+
+
 def _stream(device: torch.device, source: torch.device, target: torch.device) -> Any:
     """The stream of `device` for copies from source to target."""
     key = (device, source, target)

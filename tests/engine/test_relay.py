@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 from two_cards import FIRST, SECOND, THIRD, Cards, Tapes
 from two_engines import GREEDY, KINDS, SAMPLED, Family, drain, n_ahead, watch
 
-from ggufspec import bundled
+from ggufspec import bundled, handover
 from ggufspec.capture import Lane
 from ggufspec.drafters import DraftOptions
 from ggufspec.drafters.load import SpecOptions, load_drafter
 from ggufspec.engine import Engine
 from ggufspec.gguf_file import open_gguf
-from ggufspec.handover import hand_over, on, recorder
+from ggufspec.handover import hand_over, on, recorder, wait_for_copies
 from ggufspec.job import Job, Request
 from ggufspec.models import Model, load_model
 from ggufspec.placement import Placement
@@ -145,6 +146,19 @@ def test_three_devices(family: Family, cards: Cards, splits: dict[int, Any]) -> 
     assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
 
 
+@pytest.mark.parametrize("kind", ["ngram", "dspark"])
+def test_an_output_apart(family: Family, cards: Cards, kind: str) -> None:
+    """No layer lies where tokens are chosen: the rows' positions, by which streams sample, are made there too."""
+    n = int(family.file.metadata["qwen35.block_count"])
+    layers, weights = tuple(SECOND if i >= CUTS[2][0] else FIRST for i in range(n)), Weights(family.file)
+    split = load_model(family.file, Placement(FIRST, layers, THIRD), weights=weights), weights
+    want = play(family, family.engine("plain", False, n_slots=2, n_ctx=N_CTX))
+    engine, tapes = relayed(family, split, kind, 2)
+    assert engine.device == THIRD
+    assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
+    assert tapes.tapes()
+
+
 def test_a_server_captures_between_requests(family: Family, cards: Cards, splits: dict[int, Any]) -> None:
     """Tapes of padding alone, captured while idle, serve what comes: it leaves no trace in slots that are in use."""
     want = play(family, family.engine("mtp", False, n_slots=2, n_ctx=N_CTX))
@@ -197,6 +211,18 @@ def test_work_on_another_device_is_noticed(cards: Cards) -> None:
     tapes = Tapes([FIRST, SECOND], lambda: [])
     with pytest.raises(AssertionError, match="mul on cpu:1 while cpu:0 is captured"):
         tapes.run("stray", lambda a: (a + 1, y.mul(2)), (x,))
+
+
+def test_fixed_memory_is_not_written_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's stream waits for copies from it alone, not for what comes to it or goes between others."""
+    waited: list[str] = []
+    stream = SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    keys = [(FIRST, FIRST, SECOND), (SECOND, FIRST, SECOND), (FIRST, FIRST, THIRD), (FIRST, SECOND, FIRST),
+            (SECOND, SECOND, FIRST)]  # fmt: skip
+    monkeypatch.setattr(handover, "_streams", {key: " ".join(map(str, key)) for key in keys})
+    wait_for_copies(FIRST)
+    assert waited == ["cpu:0 cpu:0 cpu:1", "cpu:0 cpu:0 cpu:2"]
 
 
 def test_graphs_begin_and_end_in_turn(monkeypatch: pytest.MonkeyPatch, cards: Cards) -> None:
