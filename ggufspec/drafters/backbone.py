@@ -19,6 +19,7 @@ from ..kernels.prepared import add_rms_norm_kept
 from ..models.base import Head, Norm, Opening, Step
 from ..models.layers import Addition, FeedForward, close
 from ..rows import Rows
+from ..unjoined import Joinable, each, whole
 from ..weights import Part, Weights
 from .dflash_config import DFlashConfig
 from .scores import head_opening
@@ -210,16 +211,17 @@ class Backbone:
         x, normed, n = add_rms_norm_kept(x, y, after.weight, after.eps)
         return Stream(x, n, normed)
 
-    def logits(self, block: Block, first: int) -> Tensor:
+    def logits(self, block: Block, first: int) -> Joinable:
         """[B, T - first, V], the block's rows from `first` on; -inf where a reduced vocabulary has no token."""
-        out = block.logits
+        out: Joinable | None = block.logits
         if out is None and block.n is not None and head_opening(self.head, self.output_norm, self.device) is not None:
             (out,) = matmul(block.n, self.head.group)
         if out is None:
-            out = self.head(self.hidden(block)).to(self.device)
-        out = out.view(*block.x.shape[:-1], -1)[:, first:]
+            out = each(self.head(self.hidden(block)), lambda part: part.to(self.device))
+        out = each(out, lambda part: part.view(*block.x.shape[:-1], part.shape[-1])[:, first:])
         if self.d2t is None:
             return out
+        out = whole(out)
         wide = out.new_full((*out.shape[:-1], self.config.common.n_vocab), -torch.inf)
         wide[..., self.d2t] = out
         return wide
