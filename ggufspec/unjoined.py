@@ -82,7 +82,7 @@ def biased(logits: Joinable, ids: Tensor, biases: Tensor) -> Joinable:
     if first == end:
         return logits
     here = (ids - first).clamp(0, end - first - 1)
-    biases = torch.where(here == ids - first, biases, 0.0)  # 0 for a token of another rank, wherever it lands
+    biases = biases.masked_fill(here != ids - first, 0.0)  # 0 for a token of another rank, wherever it lands
     return replace(logits, part=logits.part.scatter_add(1, here, biases))
 
 
