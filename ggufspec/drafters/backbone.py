@@ -213,15 +213,17 @@ class Backbone:
 
     def logits(self, block: Block, first: int) -> Joinable:
         """[B, T - first, V], the block's rows from `first` on; -inf where a reduced vocabulary has no token."""
-        out: Joinable | None = block.logits
-        if out is None and block.n is not None and head_opening(self.head, self.output_norm, self.device) is not None:
-            (out,) = matmul(block.n, self.head.group)
-        if out is None:
-            out = each(self.head(self.hidden(block)), lambda part: part.to(self.device))
-        out = each(out, lambda part: part.view(*block.x.shape[:-1], part.shape[-1])[:, first:])
+        product = block.logits
+        if product is None and block.n is not None and head_opening(self.head, self.output_norm, self.device):
+            (product,) = matmul(block.n, self.head.group)
+        if product is None:
+            logits = each(self.head(self.hidden(block)), lambda part: part.to(self.device))
+        else:
+            logits = self.head.logits(product, block.x.shape[:-1])
+        logits = each(logits, lambda part: part[:, first:])
         if self.d2t is None:
-            return out
-        out = whole(out)
+            return logits
+        out = whole(logits)
         wide = out.new_full((*out.shape[:-1], self.config.common.n_vocab), -torch.inf)
         wide[..., self.d2t] = out
         return wide

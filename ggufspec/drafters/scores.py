@@ -12,8 +12,8 @@ N_CANDIDATES = 10  # llama.cpp's drafters normalize over their ten best tokens
 
 
 def head_opening(head: Head, norm: Norm, device: torch.device) -> Opening | None:
-    """A borrowed head as what a drafter's last layer is followed by, where all of it lies on the drafter's device."""
-    return Opening(norm, head.group) if head.device == device and head.bounds is None else None
+    """A borrowed head as what a drafter's last layer is followed by, where it lies on the drafter's device."""
+    return Opening(norm, head.group) if head.device == device else None
 
 
 def best(logits: Joinable, p_min: float) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,11 @@ class Head:
         """[.., D], moved to the head's device if need be, to [.., n_rows] float32 there."""
         flat = hidden.reshape(-1, hidden.shape[-1]).to(self.device)
         (out,) = matmul(prepare(flat), self.group)
-        out = out.view(*hidden.shape[:-1], out.shape[-1])
+        return self.logits(out, hidden.shape[:-1])
+
+    def logits(self, product: Tensor, shape: Sequence[int]) -> Joinable:
+        """What `group` made of hidden rows, as logits of rows of this shape."""
+        out = product.view(*shape, product.shape[-1])
         return out if self.bounds is None or self.shard.group is None else Unjoined(out, self.shard, self.bounds)
 
 

@@ -289,12 +289,11 @@ class MtpBlock:
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> tuple[Tensor, Joinable]:
         """As `join`, to the stream [B, W, D] after the block and its logits [B, W, V], wherever the head lies."""
-        here = self.head.device == self.device and self.head.bounds is None
-        after = Opening(self.head_norm, self.head.group) if here else None
+        after = Opening(self.head_norm, self.head.group) if self.head.device == self.device else None
         x, opened = self.block.run(self.join(embedded, hidden), None, step, kv, after)
         if opened is None:
             return x, each(self.head(self.hidden(x)), lambda part: part.to(self.device))
-        return x, opened.products[0].view(*x.shape[:-1], -1)
+        return x, self.head.logits(opened.products[0], x.shape[:-1])
 
     def remember(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> None:
         """What `forward` leaves in the cache, and nothing else of it."""

@@ -4,11 +4,12 @@
     python tests/gpu/multi_gpu.py --cpu 4 --json out.json                # logical CPU devices, the bundled models
     python tests/gpu/multi_gpu.py -m target.gguf --dspark d.gguf --dflash2 e.gguf --only speed,prefill --json out.json
 
-Parts: sums (and choices between ranks, GPUs only), tokens (the bundled family: every split, drafter, place), speed (tensor split
-over 1, 2, 4... devices), prefill (layer split against one device), plan (planner against allocator, GPUs only). Each
-task is a set of processes with a limit of its own; one that takes longer is ended and said to have failed, with what it
-had found by then and where its ranks stood. Tasks that share no device's time, or need none, run at once. The JSON and,
-beside it, a Markdown table are written after every task. The exit status is 1 when anything failed or a token differed.
+Parts: sums (and choices between ranks, GPUs only), tokens (the bundled family: every split, drafter, place), speed
+(tensor split over 1, 2, 4... devices), prefill (layer split against one device), plan (planner against allocator, GPUs
+only). Each task is a set of processes with a limit of its own; one that takes longer is ended and said to have failed,
+with what it had found by then and where its ranks stood. Tasks that share no device's time, or need none, run at once.
+The JSON and, beside it, a Markdown table are written after every task. The exit status is 1 when anything failed or a
+token differed.
 """
 
 from __future__ import annotations
