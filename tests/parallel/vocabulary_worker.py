@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ggufspec import bundled
@@ -182,6 +183,8 @@ def main(rank: int, shares: tuple[float, ...], out: str) -> None:
         found |= choices(link.shard, tokenizer)
     with open(f"{out}.{rank}", "w") as f:
         json.dump(found, f)
+    if link is not None:
+        dist.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 if __name__ == "__main__":
