@@ -286,7 +286,7 @@ class Engine:
                 with self.drafter.stats.timed("begin"):
                     self.drafter.begin(slot.id, prompt)
             assert output.logits is not None
-            choice = self.chooser.first(output.logits[:, 0], slot)
+            choice = self.chooser.first(output.logits, slot)
             job.state = JobState.RUNNING
             events = results.emit(self, slot, choice.tokens, choice.reported)
         ms = 1000 * (time.perf_counter() - start)

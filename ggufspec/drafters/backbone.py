@@ -19,6 +19,7 @@ from ..kernels.prepared import add_rms_norm_kept
 from ..models.base import Head, Norm, Opening, Step
 from ..models.layers import Addition, FeedForward, close
 from ..rows import Rows
+from ..unjoined import Joinable, each, whole
 from ..weights import Part, Weights
 from .borrowed import look_up
 from .dflash_config import DFlashConfig
@@ -211,16 +212,19 @@ class Backbone:
         x, normed, n = add_rms_norm_kept(x, y, after.weight, after.eps)
         return Stream(x, n, normed)
 
-    def logits(self, block: Block, first: int) -> Tensor:
+    def logits(self, block: Block, first: int) -> Joinable:
         """[B, T - first, V], the block's rows from `first` on; -inf where a reduced vocabulary has no token."""
-        out = block.logits
-        if out is None and block.n is not None and head_opening(self.head, self.output_norm, self.device) is not None:
-            (out,) = matmul(block.n, self.head.group)
-        if out is None:
-            out = self.head.elsewhere(self.hidden(block))
-        out = out.view(*block.x.shape[:-1], -1)[:, first:]
+        product = block.logits
+        if product is None and block.n is not None and head_opening(self.head, self.output_norm, self.device):
+            (product,) = matmul(block.n, self.head.group)
+        if product is None:
+            logits = self.head.elsewhere(self.hidden(block))
+        else:
+            logits = self.head.logits(product, block.x.shape[:-1])
+        logits = each(logits, lambda part: part[:, first:])
         if self.d2t is None:
-            return out
+            return logits
+        out = whole(logits)
         wide = out.new_full((*out.shape[:-1], self.config.common.n_vocab), -torch.inf)
         wide[..., self.d2t] = out
         return wide

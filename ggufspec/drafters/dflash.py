@@ -15,13 +15,12 @@ from torch import Tensor
 from ..handover import hand_over, on_own_device
 from ..kernels import kv
 from ..kernels.rows import masked_block
-from ..kernels.select import argmax
 from ..rows import Rows
 from ..weights import Weights
 from . import Draft, DraftOptions, check_cells, limit
 from .backbone import Backbone, Block, load_backbone
 from .dflash_config import DFlashConfig, read_dflash_config
-from .scores import first_share
+from .scores import best
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -152,8 +151,7 @@ class DFlash(BlockDrafter):
     """DFlash v1: each row's most likely token."""
 
     def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.backbone.logits(block, 1)
-        return argmax(logits), first_share(logits, self.options.p_min)
+        return best(self.backbone.logits(block, 1), self.options.p_min)
 
 
 def load_dflash(

@@ -17,13 +17,13 @@ from ..errors import ConfigError
 from ..handover import hand_over, on_own_device
 from ..kernels import carry, kv
 from ..kernels.rows import masked_block
-from ..kernels.select import argmax
 from ..models.base import Step
 from ..models.qwen35 import MtpBlock
 from ..rows import Rows
+from ..unjoined import each
 from . import Draft, DraftOptions, check_cells, limit
 from .borrowed import look_up
-from .scores import first_share
+from .scores import best
 from .statistics import Statistics
 
 
@@ -94,10 +94,9 @@ class Mtp:
         for i in range(n):
             rows = Rows(tokens[:, None], slots, position, one, tentative=True)
             x, logits = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
-            logits = logits[:, 0]
-            tokens = argmax(logits)
+            tokens, share = best(each(logits, lambda part: part[:, 0]), self.options.p_min)
             chosen.append(tokens)
-            scores.append(first_share(logits, self.options.p_min))
+            scores.append(share)
             if i + 1 < n:
                 hidden, position = self.block.hidden(x), position + one
         draft = limit(

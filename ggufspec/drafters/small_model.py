@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..handover import hand_over, on_own_device
 from ..kernels.rows import masked_block
-from ..kernels.select import argmax
 from ..rows import Rows
 from . import Draft, DraftOptions, check_cells, limit
-from .scores import first_share
+from .scores import best
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -80,8 +79,9 @@ class SmallModel:
             logits = self.model.forward(rows, self.cache, logits="last").logits
             assert logits is not None
             self.cache.accept(slots, torch.zeros_like(slots), one)
-            block = torch.cat([block, argmax(logits)], dim=1)
-            scores.append(first_share(logits[:, 0], self.options.p_min))
+            tokens, share = best(logits, self.options.p_min)
+            block = torch.cat([block, tokens], dim=1)
+            scores.append(share[:, 0])
         draft = limit(
             block[:, 1:], torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
         )
