@@ -32,7 +32,7 @@ def integers(text: str, name: str) -> list[int]:
 def _span(first: int, last: int, sign: str, by: int, text: str, name: str) -> list[int]:
     if first > last or (sign == "+" and by < 1) or (sign == "*" and (by < 2 or first < 1)):
         raise ConfigError(f"error: invalid parameter for argument: {name}: {text!r} never ends or is empty")
-    out = []
+    out: list[int] = []
     while first <= last:
         if len(out) == MOST:
             raise ConfigError(f"error: invalid parameter for argument: {name}: {text!r} is more than {MOST} values")
