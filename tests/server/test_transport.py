@@ -81,6 +81,11 @@ def test_api_keys():
         assert httpx.get(base + "/nope").status_code == 401
 
 
+def test_a_byte_order_mark_is_skipped(client):
+    body = b'{"prompt":"a","n_predict":2}'
+    assert post(client, "/completion", b"\xef\xbb\xbf" + body).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body, start",
     [
@@ -89,6 +94,8 @@ def test_api_keys():
         (b'{"prompt":"\xff"}', "[json.exception.parse_error.101] parse error at line 1, column 12"),
         (b'{"prompt":"\\ud800"}', "[json.exception.parse_error.101] parse error"),
         (b'{"prompt":NaN}', "[json.exception.parse_error.101] parse error"),
+        (b'{"prompt":"a","top_p":-1e999}', "[json.exception.out_of_range.406] number overflow parsing '-1e999'"),
+        (b"\xef\xbb\xbf", "[json.exception.parse_error.101] parse error at line 1, column 1: attempting to parse an"),
         (b"[" * 200000, "[json.exception.parse_error.101] parse error"),
         (b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", "[json.exception.parse_error.101] parse error"),
         (b"[]", "[json.exception.type_error.304] cannot use at() with array"),
