@@ -249,6 +249,8 @@ class Reader:
         task.stop = _stops(body) if "stop" in body else list(self.defaults.stop)
         task.include_usage = _include_usage(body)
         task.speculation = self._speculation(body)
+        if not isinstance(body.get("lora", []), list):
+            raise ApiError("Field 'lora': Error: 'lora' must be an array of objects with 'id' and 'scale' fields")
         fields = body.get("response_fields")
         task.response_fields = [f for f in fields if isinstance(f, str)] if isinstance(fields, list) else []
         return task

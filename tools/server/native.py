@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ggufspec.errors import GgufspecError
-from ggufspec.grammar import GrammarSpec, GrammarState
+from ggufspec.grammar import GrammarSpec, GrammarState, Trigger
 from ggufspec.job import Request
 
 from .answer import Answer, Step
@@ -142,13 +142,55 @@ async def completion(http: HttpRequest, state: ServerState) -> Response:
 
 
 def set_grammar(state: ServerState, task: Task, body: dict[str, Any]) -> None:
-    """`grammar` (GBNF) wins over `json_schema`; values of another type are ignored, as llama-server does."""
+    """`grammar` (GBNF) wins over `json_schema`; values of another type are ignored, as llama-server does.
+
+    With `grammar_lazy` the grammar waits for one of `grammar_triggers`.
+    """
     text, schema = body.get("grammar"), body.get("json_schema")
+    triggers = read_triggers(state, task, body.get("grammar_triggers", []))
+    lazy = (task.grammar_lazy, triggers if task.grammar_lazy else ())
     if isinstance(text, str) and text:
-        task.grammar_text, task.grammar = text, GrammarSpec("gbnf", text)
-    elif isinstance(schema, dict):
-        task.grammar = GrammarSpec("json_schema", json.dumps(schema))
+        task.grammar_text, task.grammar = text, GrammarSpec("gbnf", text, *lazy)
+    elif isinstance(schema, dict) or schema is True:
+        task.grammar = GrammarSpec("json_schema", json.dumps(schema), *lazy)
         task.grammar_text = task.grammar.text
+
+
+TRIGGER_KINDS: tuple[Literal["token", "word", "pattern", "pattern_full"], ...] = (
+    "token", "word", "pattern", "pattern_full",
+)  # fmt: skip
+
+
+def read_triggers(state: ServerState, task: Task, value: Any) -> tuple[Trigger, ...]:
+    """`[{"type": 0..3, "value": text, "token": id of type 0}, ...]`, shown in the task as llama-server shows them.
+
+    A word that is one token counts as that token, and must be among `preserved_tokens`.
+    """
+    tokenizer = state.model.tokenizer
+    task.grammar_triggers = []
+    if not isinstance(value, list):
+        raise ApiError(f"Field 'grammar_triggers': {type_error('array', value)}")
+    out = []
+    for item in value:
+        kind, text = (item.get("type"), item.get("value")) if isinstance(item, dict) else (None, None)
+        if not isinstance(kind, int) or not 0 <= kind < len(TRIGGER_KINDS) or not isinstance(text, str):
+            raise ApiError(
+                "Field 'grammar_triggers': expected objects with a type from 0 to 3 (token, word, pattern, "
+                f"pattern_full) and a text as value, but got {json.dumps(item, ensure_ascii=False)[:80]}"
+            )
+        ids = [item.get("token")] if kind == 0 else []
+        if kind == 1:
+            ids = tokenizer.encode(text, add_special=False, parse_special=True)
+            kind = 0 if len(ids) == 1 else 1
+            if kind == 0 and ids[0] not in task.preserved_tokens:
+                raise ApiError(
+                    f"Field 'grammar_triggers': Grammar trigger word should be marked as preserved token: {text}"
+                )
+        if kind == 0 and not (isinstance(ids[0], int) and 0 <= ids[0] < tokenizer.n_vocab):
+            raise ApiError(f"Field 'grammar_triggers': 'token' must be a token's id for type 0, but got {ids[0]!r}")
+        out.append(Trigger(TRIGGER_KINDS[kind], ids[0] if kind == 0 else text))
+        task.grammar_triggers.append({"type": kind, "value": text} | ({"token": ids[0]} if kind == 0 else {}))
+    return tuple(out)
 
 
 async def check_grammar(state: ServerState, task: Task) -> None:
