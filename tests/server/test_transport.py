@@ -10,7 +10,7 @@ import pytest
 from fake_engine import ByteTokenizer, FakeEngine, stream_of
 from serving import fake_loaded, serve, serve_fake, wait_ready
 
-from ggufspec.tools.server import app
+from ggufspec.tools.server import app, native
 from ggufspec.tools.server.respond import error_response
 
 
@@ -168,6 +168,15 @@ def test_several_prompts_and_n(client):
 def test_response_fields(client):
     body = {"prompt": "a", "n_predict": 3, "response_fields": ["content", "generation_settings/n_predict", "zz/a"]}
     assert post(client, "/completion", body).json() == {"content": text_of("a")[:3], "generation_settings/n_predict": 3}
+
+
+def test_the_vocabulary_is_searched_for_breakers_beside_the_engine(client, monkeypatch):
+    threads = []
+    monkeypatch.setattr(native, "bind", lambda params, tokenizer: threads.append(threading.current_thread().name))
+    body = {"prompt": "a", "n_predict": 1}
+    assert client.post("/completion", json=body).status_code == 200 and threads == []
+    assert client.post("/completion", json=body | {"dry_multiplier": 0.5}).status_code == 200
+    assert len(threads) == 1 and threads[0].startswith("asyncio_")
 
 
 def test_probabilities_count_equals_usage(client):

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ggufspec.errors import GgufspecError
 from ggufspec.grammar import GrammarSpec, GrammarState, Trigger
 from ggufspec.job import Request
+from ggufspec.sampling.bind import bind, reads_vocabulary
 
 from .answer import Answer, Step
 from .errors import ApiError, read_object, type_error
@@ -120,7 +121,7 @@ async def run_completion(
     http: HttpRequest, state: ServerState, task: Task, prompts: list[list[int]], make_form: Any, is_list: bool
 ) -> Response:
     """Submit every prompt `n` times and answer in the form `make_form(is_list)` makes."""
-    await check_grammar(state, task)
+    await prepare(state, task)
     answers: list[Answer] = []
     requests: list[Request | None] = []
     for prompt in prompts:
@@ -193,8 +194,13 @@ def read_triggers(state: ServerState, task: Task, value: Any) -> tuple[Trigger, 
     return tuple(out)
 
 
-async def check_grammar(state: ServerState, task: Task) -> None:
-    """Compile once, off the event loop and off the engine's thread, so that a bad grammar is a 400 at once."""
+async def prepare(state: ServerState, task: Task) -> None:
+    """What takes long and is kept, off the event loop and off the engine's thread: running streams go on.
+
+    A grammar is compiled once, so that a bad one is a 400 at once; DRY looks its breakers up in the vocabulary.
+    """
+    if reads_vocabulary(task.sampling):
+        await asyncio.to_thread(bind, task.sampling, state.model.tokenizer)
     if task.grammar is None:
         return
     try:
