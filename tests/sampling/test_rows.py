@@ -274,7 +274,7 @@ def test_a_vocabulary_is_read_once(monkeypatch):
     params = SamplingParams(dry_multiplier=1.0, samplers=("dry", "infill"))
     first = bind(params, vocabulary)
     assert Counted.reads == vocabulary.n_vocab
-    monkeypatch.setattr(sys.modules["ggufspec.sampling.bind"], "find_breakers", None)  # found before: not looked for again
+    monkeypatch.setattr(sys.modules["ggufspec.sampling.bind"], "find_breakers", None)  # no second search
     again = bind(params, vocabulary)
     assert again.breakers is first.breakers and Counted.reads == vocabulary.n_vocab
     monkeypatch.undo()
