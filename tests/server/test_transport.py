@@ -214,6 +214,21 @@ def test_tokenize_family(client):
     assert post(client, "/detokenize", {"tokens": [999]}).status_code == 400
 
 
+def test_tokenizing_leaves_the_event_loop_alone(client, monkeypatch):
+    threads = []
+    for name in ("encode", "decode"):
+        real = getattr(ByteTokenizer, name)
+
+        def recorded(self, *args, real=real, **options):
+            threads.append(threading.current_thread().name)
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(ByteTokenizer, name, recorded)
+    assert client.post("/tokenize", json={"content": "ab"}).json() == {"tokens": [97, 98]}
+    assert client.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
+    assert len(threads) == 2 and all(name.startswith("asyncio_") for name in threads)
+
+
 def test_disabled_endpoints(client):
     assert post(client, "/infill", {}).status_code == 501
     assert post(client, "/v1/embeddings", {"input": "a"}).status_code == 501

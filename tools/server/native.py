@@ -210,8 +210,10 @@ async def prepare(state: ServerState, task: Task) -> None:
 
 
 async def tokenize(http: HttpRequest, state: ServerState) -> Response:
-    body = await read_object(http)
-    tokenizer = state.model.tokenizer
+    return await asyncio.to_thread(_tokenize, await read_object(http), state.model.tokenizer)
+
+
+def _tokenize(body: dict[str, Any], tokenizer: Any) -> Response:
     content = body.get("content", "")
     special = bool(body.get("add_special", False))
     parse = bool(body.get("parse_special", True))
@@ -234,11 +236,14 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 async def detokenize(http: HttpRequest, state: ServerState) -> Response:
-    body = await read_object(http)
+    return await asyncio.to_thread(_detokenize, await read_object(http), state.model.tokenizer)
+
+
+def _detokenize(body: dict[str, Any], tokenizer: Any) -> Response:
     tokens = body.get("tokens", [])
     if not isinstance(tokens, list):
         raise ApiError(type_error("array", tokens))
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ApiError(type_error("number", token))
-    return JsonResponse({"content": state.model.tokenizer.decode(tokens)})
+    return JsonResponse({"content": tokenizer.decode(tokens)})
