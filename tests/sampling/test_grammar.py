@@ -112,6 +112,7 @@ def test_gbnf_language(grammar, good, bad):
         ('root ::= "a" %', "expected the end of the rule"),
         ("", "no rule named 'root'"),
         ("::=", "expected a name"),
+        ("root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested too deeply"),
     ],
 )
 def test_gbnf_mistakes_are_named(grammar, message):
