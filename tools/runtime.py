@@ -106,7 +106,7 @@ def make_engine(settings: Settings, model: Model, tokenizer: Tokenizer, drafter:
         type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
         prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs, link=ranks,
         synthetic=synthetic_acceptance(settings.speculative, drafter, n_slots, model.device),
-        policy=policy_of(settings.speculative, drafter),
+        policy=policy_of(settings.speculative, drafter), continuous=context.cont_batching,
     )
 
 
