@@ -47,9 +47,9 @@ OPTIONS = (
            env="LLAMA_ARG_CACHE_TYPE_V"),
     Option(("--keep",), G, metavar="N", parse=read.integer, tools=TEXT, status="no-op",
            note="the context is never shifted"),
-    Option(("--context-shift",), G, "drop old tokens when the context is full", "",
-           negative=("--no-context-shift",), env="LLAMA_ARG_CONTEXT_SHIFT", tools=TEXT,
-           refused=((True, "generation ends when the context is full"),)),
+    Option(("--context-shift",), G, "drop old tokens when the context is full: no effect with recurrent layers, which "
+           "cannot forget; other models refuse it", "context.context_shift",
+           negative=("--no-context-shift",), env="LLAMA_ARG_CONTEXT_SHIFT", tools=TEXT),
     Option(("-ctxcp", "--swa-checkpoints", "--ctx-checkpoints"), G, "checkpoints of recurrent state kept per slot",
            "context.n_checkpoints", "N", read.at_least(0), env="LLAMA_ARG_CTX_CHECKPOINTS", tools=_KEEPING),
     Option(("-cms", "--checkpoint-min-step"), G, metavar="N", parse=read.at_least(0), tools=_KEEPING,

@@ -36,6 +36,7 @@ from ggufspec.weights import Weights
 log = logging.getLogger(__name__)
 
 CELLS = 256  # contexts are whole multiples of this
+RECURRENT = ("qwen35",)  # architectures with layers that cannot drop tokens from their state
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 
@@ -64,6 +65,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
     check_context(settings.context)
     file = open_model_file(settings.model.path, settings.model.overrides)
     config = with_rope_options(read_config(file), settings.context)
+    check_shift(settings.context, config)
     draft_file = None
     if settings.speculative.model is not None:
         draft_file = open_model_file(settings.speculative.model, ())
@@ -135,6 +137,15 @@ def check_context(context: ContextSettings) -> None:
             raise ConfigError(f"{name}: invalid value {value}; expected {least} or more")
     if context.flash_attn == "off" and context.type_v not in ("f32", "f16", "bf16"):
         raise ConfigError("quantized V cache requires flash_attn to be enabled: drop -fa off or use -ctv f16")
+
+
+def check_shift(context: ContextSettings, config: Config) -> None:
+    """llama.cpp, too, goes on without shifts where layers are recurrent. ConfigError elsewhere."""
+    if context.context_shift:
+        reason = "generation ends when the context is full"
+        if config.architecture not in RECURRENT:
+            raise ConfigError(f"--context-shift is not supported: {reason}")
+        log.warning("--context-shift has no effect here: recurrent layers cannot forget tokens; %s", reason)
 
 
 def n_ubatch_of(context: ContextSettings) -> int:
