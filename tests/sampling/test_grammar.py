@@ -120,6 +120,13 @@ def test_gbnf_mistakes_are_named(grammar, message):
         gbnf_to_lark(grammar)
 
 
+@pytest.mark.parametrize("spec", [GrammarSpec("gbnf", "root ::= root"), GrammarSpec("json_schema", '{"$ref": "#"}')])
+def test_a_grammar_that_no_text_completes_says_so(spec):
+    state = GrammarState.start(spec, VOCABULARY)
+    state.allowed(VOCABULARY.n_vocab)
+    assert state.error is not None and "no text can complete it" in str(state.error)
+
+
 def allowed_set(state):
     return set(torch.nonzero(state.allowed(VOCABULARY.n_vocab)).flatten().tolist())
 
