@@ -207,7 +207,7 @@ class Engine:
             admission.stow(self.crowded.pop())
         events = self._take_inbox()
         events += self._admit()
-        waiting = [s for s in self.slots if s.job is not None and s.job.state is JobState.PROMPT]
+        waiting = [s for s in self.slots if s.reading]
         if not self.continuous:
             self._is_reading = bool(waiting) and (self._is_reading or not any(s.generating for s in self.slots))
             waiting = waiting if self._is_reading else []
@@ -218,7 +218,7 @@ class Engine:
             self._n_prompt_rows += slot.n_past - n_past
         running = [s for s in self.slots if s.generating]
         if self._is_reading:
-            self._is_reading = any(s.job is not None and s.job.state is JobState.PROMPT for s in waiting)
+            self._is_reading = any(s.reading for s in waiting)
             return events
         if waiting and self._may_come_first(slot, running, len(waiting) > 1):
             return events
@@ -235,7 +235,7 @@ class Engine:
         When nobody else waits for that step; and when more prompts wait, as long as they have not had as many rows
         since the last one as a chunk may have. A step that is on its way is read first: it is done by then.
         """
-        if self._flights or (slot.job is not None and slot.job.state is JobState.PROMPT):
+        if self._flights or slot.reading:
             return False
         is_alone = len(running) == 1 and running[0] is slot
         return is_alone or (others_wait and self._n_prompt_rows < self.n_ubatch)

@@ -23,7 +23,7 @@ from ggufspec.drafters.synth import NOTICE, SyntheticAcceptance, check_rates, ra
 from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import GGUFFile, open_gguf
-from ggufspec.models import Config, Model, load_model, read_config
+from ggufspec.models import RECURRENT, Config, Model, load_model, read_config
 from ggufspec.parallel import WHOLE
 from ggufspec.placement import Placement, device_name, devices_of, place_layers, resolve
 from ggufspec.prompt_cache import PromptCache
@@ -36,7 +36,6 @@ from ggufspec.weights import Weights
 log = logging.getLogger(__name__)
 
 CELLS = 256  # contexts are whole multiples of this
-RECURRENT = ("qwen35",)  # architectures with layers that cannot drop tokens from their state
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 

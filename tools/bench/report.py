@@ -9,6 +9,7 @@ import jinja2
 
 from . import plots
 from .origin import lines as origin_lines
+from .summary import Spread
 
 Data = dict[str, Any]
 
@@ -36,8 +37,8 @@ COLUMNS = (
 
 def spread(value: Any, digits: int | None) -> str:
     if isinstance(value, dict):
-        half = (value["high"] - value["low"]) / 2
-        return f"{value['median']:.{digits}f}" + (f" ±{half:.{digits}f}" if half else "")  # one run has no spread
+        assert digits is not None
+        return Spread(**value).text(digits)
     return str(value) if digits is None else f"{value:.{digits}f}"
 
 
