@@ -105,13 +105,17 @@ class ChatTemplate:
             raise ConfigError(f"{where}: the template cannot be compiled: {_one_line(error)}") from None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None,
-               add_generation_prompt: bool = True, **variables: Any) -> str:  # fmt: skip
-        """The prompt text. Raises RequestError (status 400) when the template raises or fails on these messages."""
+               add_generation_prompt: bool = True, /, **variables: Any) -> str:  # fmt: skip
+        """The prompt text. Raises RequestError (status 400) when the template raises or fails on these messages.
+
+        `variables` may have any name; `messages` and the tokens' texts among them replace the usual ones.
+        """
         now = datetime.datetime.now()
         context = {
             "messages": messages, "bos_token": self.bos, "eos_token": self.eos,
             "date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y"), **variables,
         }  # fmt: skip
+        context.pop("add_generation_prompt", None)
         if tools:
             context["tools"] = tools
         if add_generation_prompt:
@@ -215,7 +219,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def render(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None,
-           add_generation_prompt: bool = True, **variables: Any) -> str:  # fmt: skip
+           add_generation_prompt: bool = True, /, **variables: Any) -> str:  # fmt: skip
     """`template.render`, as a free function."""
     return template.render(messages, tools, add_generation_prompt, **variables)
 

@@ -69,7 +69,8 @@ class Engine:
     """Runs jobs on a target model with at most one drafter (which may be a chain of several).
 
     `n_ctx` is the context of one slot. `n_max` is the draft length, None for the drafter's own limit. `ahead`: launch a
-    step before the results of the one before are read; None: where steps are captured in graphs.
+    step before the results of the one before are read; None: where steps are captured in graphs. `continuous`: read
+    prompts while other slots generate; otherwise all that wait, when none does.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Engine:
         synthetic: SyntheticAcceptance | None = None,
         policy: Adaptive | None = None,
         ahead: bool | None = None,
+        continuous: bool = True,
     ):
         self.target = target
         self.tokenizer = tokenizer
@@ -116,6 +118,8 @@ class Engine:
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self.lengths = Lengths(self)
+        self.continuous = continuous
+        self._is_reading = False  # not continuous: prompts are read, and nobody generates until all of them are
         self._flights: deque[Flight] = deque()  # steps that the device has and the host has not read, at most two
         self._results_at = 0.0  # when the host last had a step's results
         self._n_prompt_rows = 0  # evaluated since the last decode step
@@ -200,13 +204,19 @@ class Engine:
             admission.stow(self.crowded.pop())
         events = self._take_inbox()
         events += self._admit()
-        waiting = [s for s in self.slots if s.job is not None and s.job.state is JobState.PROMPT]
+        waiting = [s for s in self.slots if s.reading]
+        if not self.continuous:
+            self._is_reading = bool(waiting) and (self._is_reading or not any(s.generating for s in self.slots))
+            waiting = waiting if self._is_reading else []
         if waiting:
             slot = min(waiting, key=lambda s: s.job.id if s.job else 0)
             n_past = slot.n_past
             events += self._prompt_chunk(slot)
             self._n_prompt_rows += slot.n_past - n_past
         running = [s for s in self.slots if s.generating]
+        if self._is_reading:
+            self._is_reading = any(s.reading for s in waiting)
+            return events
         if waiting and self._may_come_first(slot, running, len(waiting) > 1):
             return events
         self._n_prompt_rows = 0
@@ -222,7 +232,7 @@ class Engine:
         When nobody else waits for that step; and when more prompts wait, as long as they have not had as many rows
         since the last one as a chunk may have. A step that is on its way is read first: it is done by then.
         """
-        if self._flights or (slot.job is not None and slot.job.state is JobState.PROMPT):
+        if self._flights or slot.reading:
             return False
         is_alone = len(running) == 1 and running[0] is slot
         return is_alone or (others_wait and self._n_prompt_rows < self.n_ubatch)

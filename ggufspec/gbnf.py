@@ -26,7 +26,10 @@ def gbnf_to_lark(text: str, token_id: Callable[[str], int | None] | None = None)
     RequestError names line and column of the first mistake.
     """
     parser = _Parser(text, token_id)
-    rules = parser.rules()
+    try:
+        rules = parser.rules()
+    except RecursionError:
+        raise RequestError("grammar: parentheses are nested too deeply") from None
     if "root" not in rules:
         raise RequestError("grammar: there is no rule named 'root'")
     for name, at in parser.uses.items():

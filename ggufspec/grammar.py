@@ -377,4 +377,6 @@ def _slashes_escaped(regex: str) -> str:
 
 
 def _one_line(error: str) -> str:
+    if "NoExtensionBias" in error:  # a bare word of the engine's
+        return "no text can complete it: a rule refers to itself and nothing else"
     return error.strip().splitlines()[0] if error.strip() else "unknown error"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .job import Job
+from .job import Job, JobState
 from .prompt_cache import common_prefix
 from .stream import TextStream
 
@@ -40,6 +40,11 @@ class Slot:
     @property
     def generating(self) -> bool:
         return self.job is not None and self.last >= 0
+
+    @property
+    def reading(self) -> bool:
+        """Some of its prompt is still to be evaluated."""
+        return self.job is not None and self.job.state is JobState.PROMPT
 
     def reusable(self, prompt: list[int], recurrent: bool) -> int:
         """How many leading tokens of `prompt` need no evaluation here; the last one always does (its logits)."""

@@ -199,15 +199,19 @@ class Tokenizer:
             ids.append(self.ids.eos)  # type: ignore[arg-type]
         return ids
 
+    def _ids(self, text: str) -> list[int]:
+        # a batch of one: `encode` would hold the interpreter's lock, and a long text would stop all other threads
+        return self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
     def _encode_part(self, text: str) -> list[int]:
         if self.family.kind != "merges":
-            ids = self._encoder.encode(text, add_special_tokens=False).ids
+            ids = self._ids(text)
         else:
             ids = []
             for run in re.findall(r"\n+|[^\n]+", text):
                 # A run of newlines that is a token is taken whole, whatever the merges say.
                 token = self._newlines.get(run) if run[0] == "\n" else None
-                ids += [token] if token is not None else self._encoder.encode(run, add_special_tokens=False).ids
+                ids += [token] if token is not None else self._ids(run)
         return [i for i in ids if i != self.n_vocab] if self._has_blocker else ids
 
     # -- decode -------------------------------------------------------------------------------------------------------

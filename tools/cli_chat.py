@@ -149,7 +149,7 @@ def render(template: ChatTemplate, messages: list[dict[str, Any]], settings: Cha
     if template.typed_only:
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     prompt = template.render(messages, **variables)
-    without = template.render(messages, add_generation_prompt=False, **variables)
+    without = template.render(messages, None, False, **variables)
     return prompt, prompt[len(without) :] if prompt.startswith(without) else ""
 
 

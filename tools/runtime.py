@@ -23,7 +23,7 @@ from ggufspec.drafters.synth import NOTICE, SyntheticAcceptance, check_rates, ra
 from ggufspec.engine import Engine
 from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import GGUFFile, open_gguf
-from ggufspec.models import Config, Model, load_model, read_config
+from ggufspec.models import RECURRENT, Config, Model, load_model, read_config
 from ggufspec.parallel import WHOLE
 from ggufspec.placement import Placement, device_name, devices_of, place_layers, resolve
 from ggufspec.prompt_cache import PromptCache
@@ -64,6 +64,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
     check_context(settings.context)
     file = open_model_file(settings.model.path, settings.model.overrides)
     config = with_rope_options(read_config(file), settings.context)
+    check_shift(settings.context, config)
     draft_file = None
     if settings.speculative.model is not None:
         draft_file = open_model_file(settings.speculative.model, ())
@@ -106,7 +107,7 @@ def make_engine(settings: Settings, model: Model, tokenizer: Tokenizer, drafter:
         type_k=context.type_k, type_v=context.type_v, n_checkpoints=context.n_checkpoints,
         prompt_cache=PromptCache(cache_bytes(context.cache_ram_mib)), use_graphs=settings.model.graphs, link=ranks,
         synthetic=synthetic_acceptance(settings.speculative, drafter, n_slots, model.device),
-        policy=policy_of(settings.speculative, drafter),
+        policy=policy_of(settings.speculative, drafter), continuous=context.cont_batching,
     )
 
 
@@ -135,6 +136,15 @@ def check_context(context: ContextSettings) -> None:
             raise ConfigError(f"{name}: invalid value {value}; expected {least} or more")
     if context.flash_attn == "off" and context.type_v not in ("f32", "f16", "bf16"):
         raise ConfigError("quantized V cache requires flash_attn to be enabled: drop -fa off or use -ctv f16")
+
+
+def check_shift(context: ContextSettings, config: Config) -> None:
+    """llama.cpp, too, goes on without shifts where layers are recurrent. ConfigError elsewhere."""
+    if context.context_shift:
+        reason = "generation ends when the context is full"
+        if config.architecture not in RECURRENT:
+            raise ConfigError(f"--context-shift is not supported: {reason}")
+        log.warning("--context-shift has no effect here: recurrent layers cannot forget tokens; %s", reason)
 
 
 def n_ubatch_of(context: ContextSettings) -> int:

@@ -52,6 +52,8 @@ class ContextSettings:
     n_batch: int = 2048
     n_ubatch: int = 512
     n_parallel: int = 1  # the server's default is -1: four slots on one unified cache
+    context_shift: bool = False
+    cont_batching: bool = True  # prompts are read while other slots generate
     kv_unified: bool | None = None  # None: on if n_parallel is negative
     flash_attn: str = "auto"
     type_k: str = "f16"

@@ -17,7 +17,7 @@ from .config import Config, read_config
 if TYPE_CHECKING:
     from ..gguf_file import GGUFFile
 
-__all__ = ["ARCHITECTURES", "Config", "Model", "Output", "load_model", "read_config"]
+__all__ = ["ARCHITECTURES", "Config", "Model", "Output", "RECURRENT", "load_model", "read_config"]
 
 ARCHITECTURES: dict[str, Callable[[Weights, Config, Placement, Shard], Model]] = {
     "qwen35": qwen35.load,
@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, Callable[[Weights, Config, Placement, Shard], Model]] =
     "llama": llama.load,
     "gemma3": gemma3.load,
 }
+RECURRENT = ("qwen35",)  # those with layers that cannot drop tokens from their state
 
 
 def load_model(file: GGUFFile, placement: Placement | None = None, *, config: Config | None = None,

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 
+import numpy as np
+
 MAX_BREAKER_BYTES = 40
 MAX_TAIL_TOKENS = 20
 _FLOAT_MAX_LOG = 88.7228391  # ln of the largest float32: llama.cpp keeps base**exponent below it
@@ -33,11 +35,16 @@ def find_breakers(
     tokens of the rest (at most 20) must follow. Breakers are cut to 40 bytes.
     """
     tails: dict[int, list[tuple[int, ...]]] = {}
+    # one pass in C over all texts: few tokens hold a breaker's first byte, and vocabularies are large
+    letters = np.frombuffer(b"".join(pieces), np.uint8)
+    ends = np.cumsum([len(piece) for piece in pieces])
     for breaker in breakers:
         text = breaker.encode()[:MAX_BREAKER_BYTES]
         if not text:
             continue
-        for token, piece in enumerate(pieces):
+        found = np.searchsorted(ends, np.flatnonzero(letters == text[0]), side="right")
+        for token in np.unique(found).tolist():
+            piece = pieces[token]
             if text in piece:
                 _add(tails, token, ())
                 continue

@@ -24,7 +24,6 @@ from ggufspec.kernels.attention.spec import AttentionSpec
 from ggufspec.kernels.attention.tiles import (
     compute_type,
     load_pairs,
-    load_pairs_turned,
     load_plain_turned,
     load_tile,
     power,
@@ -135,7 +134,7 @@ def split_kernel(
         begins, ends = tl.maximum(split * size, low), tl.minimum((split + 1) * size, end)
         for start in range(begins.to(tl.int64), ends.to(tl.int64), N):
             if PAIRED_K:
-                k, k_odd = load_pairs(k_half_ptr, start, used, N_KV * HALF_K, HD_K, BLOCK_K, N, ASM)
+                k, k_odd = load_pairs(k_half_ptr, start, used, N_KV * HALF_K, HD_K, BLOCK_K, N, False, ASM)
                 scores = product(k, q, SPLIT_K) + product(k_odd, q_odd, SPLIT_K)
             else:
                 k = load_tile(k_ptr, k_half_ptr, table_ptr, start, used, N_KV * ROW_K, N_KV * HALF_K,
@@ -151,7 +150,7 @@ def split_kernel(
             shrink = power(top - safe, ASM)[None, :]
             total = total * shrink + product(ones, p, SPLIT_V)
             if PAIRED:
-                v, w = load_pairs_turned(v_half_ptr, start, used, N_KV * HALF_V, HD_V, BLOCK_V, N, ASM)
+                v, w = load_pairs(v_half_ptr, start, used, N_KV * HALF_V, HD_V, BLOCK_V, N, True, ASM)
                 odd = odd * shrink + product(w, p, SPLIT_V)
             elif KIND_V == PLAIN:
                 v = load_plain_turned(v_ptr, start, used, N_KV * ROW_V, HD_V, BLOCK_V, N, TYPE_V)

@@ -25,6 +25,7 @@ CELLS = 64  # of a tile, at most: the height of Hopper's tensor core instruction
 COLUMNS = 32  # of a tile, at most: sums of 64 take more registers than there are
 WARPS = 4  # of a program: one for 16 of the 64 cells
 REGISTERS = 32_768  # of a program: two fit a multiprocessor. What threads have to spill is outside the loop
+SMALL = ((8, 6), (8, 9), (12, 0))  # cards with 99 KB of shared memory for a program
 TILE_BYTES = 36_000  # of cells: two programs of two tiles each share 227 KB, consumer cards have 99 KB for one
 STAGES = 3  # of the loop over tiles, at most
 PROGRAMS = 1024  # about as many are started at most; one takes several splits where there are more
@@ -63,6 +64,8 @@ def cells_at_once(kv: KV) -> int:
     n = min(CELLS, 64 if n_bytes <= 1024 else 32 if n_bytes <= 2048 else 16)
     if "iq4_nl" in (kv.type_k, kv.type_v):
         n = min(n, 32)  # looked up by way of shared memory: 64 would need 154 KB
+        if kv.type_k == kv.type_v and capability(kv.device) in SMALL:
+            n = 16  # Triton 3.9 wants 105 KB for 32 of both (3.6 less)
     while n > 16 and n * cell_bytes(kv) > TILE_BYTES:
         n //= 2
     return n

@@ -31,33 +31,25 @@ def spread(x, N: tl.constexpr, NB: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def load_pairs(
     half_ptr, start, used,
-    HALVES: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    HALVES: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """`load_tile` of q8_0 as float16, elements with even and with odd numbers apart: [N, BLOCK / 2] each."""
-    n, e, block = tl.arange(0, N)[:, None], tl.arange(0, BLOCK // 2)[None, :], tl.arange(0, BLOCK // 32)[None, :]
+    """`load_tile` of q8_0 as float16, elements with even and with odd numbers apart: [N, BLOCK / 2] each.
+
+    TURNED: [BLOCK / 2, N]; two cells lie side by side in a register, as a product that sums over cells needs them.
+    """
+    ALONG: tl.constexpr = 1 if TURNED else 0  # where cells lie
+    n = tl.expand_dims(tl.arange(0, N), 1 - ALONG)
+    e, block = tl.expand_dims(tl.arange(0, BLOCK // 2), ALONG), tl.expand_dims(tl.arange(0, BLOCK // 32), ALONG)
     held = n < (used - start).to(tl.int32)
     rows = half_ptr + start * HALVES + n * HALVES
     codes = tl.load(rows + e, held if HD == BLOCK else held & (e < HD // 2), 0.0).to(tl.int16, bitcast=True)
     d = tl.load(rows + (HD // 2 + block), held if HD == BLOCK else held & (block < HD // 32), 0.0)
     even, odd = apart(codes, ASM)
-    d = spread(d, N, BLOCK // 32, 16)
-    return even * d, odd * d
-
-
-@triton.jit
-def load_pairs_turned(
-    half_ptr, start, used,
-    HALVES: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """`load_pairs` the other way, [BLOCK / 2, N] each: two cells lie side by side in a register, as a product that
-    sums over cells needs them."""
-    n, e, block = tl.arange(0, N)[None, :], tl.arange(0, BLOCK // 2)[:, None], tl.arange(0, BLOCK // 32)[:, None]
-    held = n < (used - start).to(tl.int32)
-    rows = half_ptr + start * HALVES + n * HALVES
-    codes = tl.load(rows + e, held if HD == BLOCK else held & (e < HD // 2), 0.0).to(tl.int16, bitcast=True)
-    d = tl.load(rows + (HD // 2 + block), held if HD == BLOCK else held & (block < HD // 32), 0.0)
-    even, odd = apart(codes, ASM)
-    d = tl.reshape(tl.broadcast_to(d[:, None, :], (BLOCK // 32, 16, N)), (BLOCK // 2, N))
+    if TURNED:
+        d = tl.reshape(tl.broadcast_to(d[:, None, :], (BLOCK // 32, 16, N)), (BLOCK // 2, N))
+    else:
+        d = spread(d, N, BLOCK // 32, 16)
     return even * d, odd * d
 
 

@@ -15,7 +15,6 @@ from ggufspec.kernels.kv.triton import as_halves, iq4_table, kind_of
 from ggufspec.kernels.overlap import begin, overlap
 
 TILE, WARPS, STAGES = 64, 4, 2  # (row, query head) pairs a program takes, its warps, its loop's stages
-
 OLD_TILE = 16  # pairs and cells where a program has 64 KB of shared memory
 
 

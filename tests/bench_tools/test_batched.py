@@ -43,6 +43,15 @@ def test_rows(model):
 def test_what_does_not_fit_is_left_out(model):
     out = batched("-m", model, "-npp", "4", "-ntg", "2", "-npl", "1,3", "-c", "17")
     assert len([line for line in out.splitlines() if line.startswith("|")]) == 3
+    shared = ("-npp", "8", "-ntg", "2", "-npl", "3", "-c", "14", "-pps")
+    assert len([line for line in batched("-m", model, *shared).splitlines() if line.startswith("|")]) == 2
+    assert len([line for line in batched("-m", model, *shared, "-kvu").splitlines() if line.startswith("|")]) == 3
+
+
+def test_nothing_that_fits_is_said(model):
+    line = ["batched", "-m", model, "-npp", "8", "-ntg", "2", "-npl", "1", "-c", "9"]
+    result = CliRunner().invoke(command, line, standalone_mode=False, catch_exceptions=False)
+    assert "warn: nothing to run: every combination needs more than the 9 tokens of -c" in result.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("-pps",), ("-tgs",), ("-pps", "-tgs")])
@@ -52,7 +61,7 @@ def test_json_lines(model, flags):
     )
     assert list(line) == KEYS
     shared = "-pps" in flags
-    assert line["n_kv"] == (10 if shared else 16) and line["is_pp_shared"] == int(shared)
+    assert line["n_kv"] == 16 and line["is_pp_shared"] == int(shared)
     assert line["speed_pp"] == pytest.approx((6 if shared else 12) / line["t_pp"])
     assert line["speed_tg"] == pytest.approx(4 / line["t_tg"]) and line["t"] == line["t_pp"] + line["t_tg"]
 
@@ -60,7 +69,10 @@ def test_json_lines(model, flags):
 def test_figures():
     row = figures(100, 10, 4, shared=False, t_pp=2.0, t_tg=1.0)
     assert (row["speed_pp"], row["speed_tg"], row["n_kv"], row["speed"]) == (200, 40, 440, 440 / 3)
-    assert n_kv(100, 10, 4, shared=True) == 140
+    assert n_kv(100, 10, 4, shared=True) == 440 and n_kv(100, 10, 4, shared=True, unified=True) == 140
+    for unified in (False, True):  # a shared prompt is computed once, however its cells are counted
+        row = figures(100, 10, 4, shared=True, t_pp=2.0, t_tg=1.0, unified=unified)
+        assert (row["speed_pp"], row["speed"], row["n_kv"]) == (50, 140 / 3, 140 if unified else 440)
 
 
 def test_counts_are_required(model):

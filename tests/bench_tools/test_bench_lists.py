@@ -32,6 +32,12 @@ def test_bad_values_name_the_option(text):
         integers(text, "-p")
 
 
+@pytest.mark.parametrize("text", ["1-1000000000", "1..1000000000", "0-100000+2"])
+def test_a_range_without_measure_is_refused_at_once(text):
+    with pytest.raises(ConfigError, match="--n-max: .* is more than 10000 values"):
+        integers(text, "--n-max")
+
+
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50))
 def test_a_range_holds_what_python_counts(first, length, step):
     last = first + length

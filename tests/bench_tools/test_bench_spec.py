@@ -13,7 +13,7 @@ from ggufspec.drafters.synth import rates_of_length
 from ggufspec.engine import EngineStats
 from ggufspec.errors import ConfigError, FileError, PlacementError
 from ggufspec.sampling import SamplingParams
-from ggufspec.tools.bench import command, plots, spec_table
+from ggufspec.tools.bench import command, plots, report, spec_table
 from ggufspec.tools.bench.attach import Bench, default_drafters, natural_n_max, parse_drafter, set_width
 from ggufspec.tools.bench.origin import origin
 from ggufspec.tools.bench.report import page
@@ -228,6 +228,25 @@ def test_bad_drafters(text, message):
         parse_drafter(text)
 
 
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_files_that_cannot_be_written_are_refused_first(option, monkeypatch):
+    from ggufspec.tools.bench import spec
+
+    monkeypatch.setattr(spec.Bench, "load", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(FileError, match="/nowhere/o: cannot be written: there is no folder /nowhere"):
+        CliRunner().invoke(command, ["spec", option, "/nowhere/o"], standalone_mode=False, catch_exceptions=False)
+
+
+def test_a_length_without_measure_is_lowered(folder):
+    """Room is made for what a step can draft, not for what was asked for."""
+    out = CliRunner().invoke(
+        command,
+        ["spec", "-m", str(folder / "t.gguf"), "-n", "4", "-r", "1", "--n-prompts", "1", "--workload", "code",
+         "--n-max", "1000000000"], standalone_mode=False, catch_exceptions=False,
+    )  # fmt: skip
+    assert out.return_value == 0 and re.search(r"^mtp +16 ", out.stdout, re.M), out.stdout
+
+
 def test_drafters_by_file_and_by_default(folder, bench):
     found = parse_drafter(f"{folder / 'ds.gguf'},n=5,synth-rates=0.5/0.25/0.1/0.1/0")
     assert (found.kind, found.n_max, found.synth_rates) == ("draft-dspark", 5, (0.5, 0.25, 0.1, 0.1, 0.0))
@@ -282,6 +301,48 @@ def test_workloads(tmp_path):
     text = tmp_path / "poem.txt"
     text.write_text("Roses")
     assert [(p.workload, p.text) for p in read_prompts(str(text))] == [("poem", "Roses")]
+
+
+def made_cell(n, workload, speedup, n_streams=1, drafter="mtp"):
+    """A cell as `--json` has it, in which everything measured is the speedup."""
+    measured = {"median": speedup, "low": speedup, "high": speedup}
+    times = {f"{name}_ms": measured for name in ("draft", "verify", "sample", "host", "plain_step")}
+    rates = ("tokens_per_second", "stream_tokens_per_second", "plain_tokens_per_second",
+             "plain_stream_tokens_per_second")  # fmt: skip
+    return {"drafter": drafter, "n_max": n, "temperature": 0.0, "n_streams": n_streams, "workload": workload,
+            "decode_speedup": measured, "mean_length": 1.5, "accepted_per_position": [0.5] * n, **times,
+            **dict.fromkeys(rates, measured)}  # fmt: skip
+
+
+def test_throughput_has_one_line_a_drafter():
+    """At every number of streams its quickest length, which need not be the same."""
+    cells = [made_cell(1, "code", 2.0, 1), made_cell(2, "code", 3.0, 1), made_cell(1, "code", 5.0, 8),
+             made_cell(2, "code", 4.0, 8), made_cell(7, "code", 1.5, 1, "dspark")]  # fmt: skip
+    picture = dict(report.figures({"cells": cells, "split": []}))["Tokens a second of all streams together"]
+    assert picture.count("<polyline") == 3 and "mtp, quickest n" in picture and "dspark n=7" in picture
+    assert "<title>3</title>" in picture and "<title>5</title>" in picture and "<title>4</title>" not in picture
+
+
+def test_one_run_claims_no_spread():
+    assert Spread.of([2.0]).text(unit="x") == "2.00x" and "±" in Spread.of([2.0, 2.5]).text()
+    one = {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert report.spread(one, 1) == "2.0" and report.spread(one | {"high": 3.0}, 1) == "2.0 ±0.5"
+
+
+def test_a_long_legend_is_all_inside():
+    names = [f"part {i}" for i in range(24)]
+    document = xml.dom.minidom.parseString(plots.bars({"g": dict.fromkeys(names, 1.0)}, "ms", stacked=True))
+    places = [float(t.getAttribute("y")) for t in document.getElementsByTagName("text")]
+    assert max(places) < plots.HEIGHT
+    assert len(set(plots.cycle(16))) == 16  # as many as a step has parts
+
+
+def test_workloads_are_shown_at_each_drafters_quickest_length():
+    """Not at the longest one measured, and the length is told."""
+    cells = [made_cell(n, w, s) for n, s in ((1, 1.5), (2, 1.8), (3, 1.1)) for w in ("code", "all")]
+    shown = dict(report.figures({"cells": cells, "split": []}))
+    bars = shown["Decode speedup by workload, every drafter at its quickest length"]
+    assert "mtp n=2" in bars and "mtp n=1" not in bars and "mtp n=3" not in bars
 
 
 def test_plots_place_values():

@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
 from click.testing import CliRunner
 from families import make_qwen35
 
-from ggufspec.errors import ConfigError
+from ggufspec.errors import ConfigError, GgufspecError
 from ggufspec.gguf_file import open_gguf
 from ggufspec.tools.bench.attach import Bench
 from ggufspec.tools.compare import command, is_same, table, to_f16
@@ -37,6 +38,13 @@ def test_a_row_adds_up():
     assert mean == pytest.approx((0.5 * 0.6) ** 0.5) and 0.5 <= low <= mean <= high <= 0.6
 
 
+def test_one_pair_has_no_interval():
+    """Of one pair nothing can be said about spread; a width of nothing would claim the opposite."""
+    one = row(ours_per_second=[10.0], theirs_per_second=[20.0])
+    assert "0.500x (one pair)" in table.text([one]) and one.as_dict()["speed_ratio"] == {"mean": 0.5}
+    assert re.search(r"0\.548x \(0\.\d{3}-0\.\d{3}\)", table.text([row()]))
+
+
 def test_what_counts_as_the_same():
     tie = Difference(0, 3, [(1, -0.7), (2, -0.7)], [(2, -0.7000), (1, -0.7004)])
     real = Difference(0, 3, [(1, -0.7), (2, -0.7)], [(2, -0.5), (1, -0.9)])
@@ -54,6 +62,41 @@ def test_peers_that_are_not_there():
             check_peer(url)
     with open_peer("http://127.0.0.1:9", PeerSettings("m", 256, 1)) as server, pytest.raises(PeerError, match="answer"):
         server.complete([1], 1)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--n-max", "0"), "--n-max and n= of --drafter: found 0, expected numbers from 1 on"),
+        (("--drafter", "mtp,n=-2"), "found -2, expected numbers from 1 on"),
+        (("--drafter", "mtp,synth-len=2"), "drafts accepted at random .* cannot be compared"),
+        (("--spec-synth-len", "2"), "drafts accepted at random .* cannot be compared"),
+        (("--json", "/nowhere/o.json"), "/nowhere/o.json: cannot be written: there is no folder /nowhere"),
+        (("--quantize", "Q9_9"), "invalid ftype 'Q9_9'"),
+        (("--quantize", "Q8_0", "--json", "/"), "/: cannot be written: is a directory"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(options, message, monkeypatch):
+    from ggufspec.tools import compare as module
+
+    monkeypatch.setattr(module, "check_peer", lambda peer: peer)
+    monkeypatch.setattr(module, "origin", lambda *_: pytest.fail("files were read"))
+    with pytest.raises(GgufspecError, match=message):
+        compare(*options)
+
+
+@pytest.mark.peer
+def test_options_of_drafters_go_to_both_sides(tmp_path):
+    """Least confidence and the drafter's cache types: the same drafts on both sides, other ones than without."""
+    def drafted(*options):
+        out = compare("--drafter", "mtp,n=3", "--no-plain", "-n", "16", "--n-prompts", "1", "--workload", "code",
+                      *options, "--json", str(tmp_path / "o.json"))  # fmt: skip
+        assert out.return_value == 0, out.stdout
+        ours, theirs = json.loads((tmp_path / "o.json").read_text())["rows"][0]["drafted"]
+        assert ours == theirs
+        return ours
+
+    assert drafted("--spec-draft-p-min", "0.6") < drafted("-ctkd", "q8_0", "-ctvd", "q8_0")
 
 
 def test_f16_copies_hold_the_quantized_values(tmp_path):
@@ -158,6 +201,8 @@ def test_a_missing_or_failing_quantizer(tmp_path):
     model = str(make_qwen35(tmp_path / "m.gguf", seed=3))
     with pytest.raises(ConfigError, match="--quantize needs llama-quantize, but there is no program /nowhere"):
         compare("-m", model, "--quantize", "Q8_0", "--llama-quantize", "/nowhere")
+    with pytest.raises(PeerError, match="/true Q8_0: ended well but wrote no file"):
+        compare("-m", model, "--quantize", "Q8_0", "--llama-quantize", shutil.which("true"))
     failing = quantizer(tmp_path, "print('out of luck', file=sys.stderr); status = 3")
     with pytest.raises(PeerError, match="out of luck"):
         compare("-m", model, "--quantize", "Q8_0", "--llama-quantize", failing)

@@ -250,6 +250,21 @@ def test_a_long_prompt_does_not_stall_running_streams(model: tuple[Model, Tokeni
     assert short.generated == plain(model, 60)
 
 
+def test_without_continuous_batching_prompts_are_read_when_nobody_generates(model: tuple[Model, Tokenizer]) -> None:
+    e = engine(model, n_slots=3, n_ubatch=32, continuous=False)
+    first, second = (e.submit(Request((PROMPT * 40)[:n], GREEDY, n_predict=12)) for n in (len(PROMPT), 100))
+    while second.n_prompt_done < 100:  # both are read before either goes on
+        e.step()
+        assert len(first.generated) <= 1
+    late = e.submit(Request(PROMPT, GREEDY, n_predict=5))
+    while len(second.generated) < 12:
+        e.step()
+        assert late.n_prompt_done == 0 and (len(first.generated) == len(second.generated) or not first.generated[1:])
+    drain(e)
+    assert first.generated == plain(model, 12) and late.generated == plain(model, 5)
+    assert second.generated == run(engine(model), Request((PROMPT * 40)[:100], GREEDY, n_predict=12))[0]
+
+
 def test_checkpoints_stay_within_their_limit(model: tuple[Model, Tokenizer]) -> None:
     e = engine(model, n_ubatch=16, n_checkpoints=3, checkpoint_step=16)
     run(e, Request((PROMPT * 20)[:200], GREEDY, n_predict=3))

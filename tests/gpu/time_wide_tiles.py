@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from random_blocks import random_raw
+from time_kernels import microseconds
 
 from ggufspec.kernels import matmul as mm
 from ggufspec.kernels.ahead import compiled_ahead
@@ -108,21 +109,8 @@ class Product:
         return replace(a, norm=Normed(self.squares[:, :n].contiguous(), torch.empty_like(self.power[:n]), 1e-6))
 
     def microseconds(self, shape: narrow.Shape | None, n: int) -> float:
-        a, graph, best = self.inputs(n), torch.cuda.CUDAGraph(), float("inf")
-        for launch in self.launches[:2]:
-            self.run(launch, shape, a)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            for i in range(PER_GRAPH):
-                self.run(self.launches[i % len(self.launches)], shape, a)
-        for _ in range(5):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) * 1000 / PER_GRAPH)
-        return best
+        a, launches = self.inputs(n), self.launches
+        return microseconds(lambda i: self.run(launches[i % len(launches)], shape, a), PER_GRAPH)
 
 
 def main() -> None:

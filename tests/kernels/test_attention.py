@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ggufspec.kernels import kv as kvs
-from ggufspec.kernels.attention import AttentionSpec, attend
+from ggufspec.kernels.attention import AttentionSpec, attend, shape
 
 H, N_KV, HD, HD_V = 6, 2, 64, 32
 
@@ -114,3 +114,12 @@ def test_a_slot_without_rows_gives_zeros():
     kv, q = filled("f32", "f32", 10, 10)
     out = attend(q[:, :2], kv, torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), AttentionSpec(1.0))
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("card, cells", [((8, 0), 32), ((9, 0), 32), ((8, 6), 16), ((8, 9), 16), ((12, 0), 16)])
+def test_tiles_of_looked_up_cells_fit_the_card(card, cells, monkeypatch):
+    """Keys and values of IQ4_NL go by way of shared memory, of which cards for consumers have 99 KB."""
+    monkeypatch.setattr(shape, "capability", lambda device: card)
+    both = kvs.allocate("iq4_nl", "iq4_nl", 1, 256, 4, 256, 256, "cpu")
+    assert shape.cells_at_once(both) == cells
+    assert shape.cells_at_once(kvs.allocate("iq4_nl", "f16", 1, 256, 4, 256, 256, "cpu")) == 32

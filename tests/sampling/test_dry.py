@@ -29,6 +29,20 @@ def test_breakers_as_heads_and_tails():
     assert find_breakers([], pieces, tokenize).tails == {}
 
 
+def test_breakers_are_found_in_every_text():
+    draw = random.Random(3)
+    pieces = [bytes(draw.choices(b"ab\n", k=draw.randrange(6))) for _ in range(300)]
+    found = find_breakers(["ab", "b\nb", "c"], pieces, tokenize).tails
+    for token, piece in enumerate(pieces):
+        expected = set()
+        for text in (b"ab", b"b\nb"):
+            if text in piece:
+                expected.add(())
+            else:
+                expected |= {tuple(text[n:]) for n in range(1, len(text)) if piece.endswith(text[:n])}
+        assert set(found.get(token, ())) == expected
+
+
 def test_limit_is_the_distance_to_the_latest_breaker():
     breakers = Breakers({9: ((),), 8: ((7,),)})
     assert repetition_limit([1, 2, 3], breakers) == 3

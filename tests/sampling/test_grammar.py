@@ -112,11 +112,19 @@ def test_gbnf_language(grammar, good, bad):
         ('root ::= "a" %', "expected the end of the rule"),
         ("", "no rule named 'root'"),
         ("::=", "expected a name"),
+        ("root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested too deeply"),
     ],
 )
 def test_gbnf_mistakes_are_named(grammar, message):
     with pytest.raises(RequestError, match=message):
         gbnf_to_lark(grammar)
+
+
+@pytest.mark.parametrize("spec", [GrammarSpec("gbnf", "root ::= root"), GrammarSpec("json_schema", '{"$ref": "#"}')])
+def test_a_grammar_that_no_text_completes_says_so(spec):
+    state = GrammarState.start(spec, VOCABULARY)
+    state.allowed(VOCABULARY.n_vocab)
+    assert state.error is not None and "no text can complete it" in str(state.error)
 
 
 def allowed_set(state):

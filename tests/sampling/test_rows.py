@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from ggufspec.errors import ConfigError, RequestError
 from ggufspec.sampling import DEFAULT_CHAIN, BoundParams, SamplingParams, bind, sample_rows
+from ggufspec.sampling.bind import MAX_KEPT, _read
 from ggufspec.sampling.dry import Breakers
 from ggufspec.sampling.uniform import CHOICE, CHOICE_MASKED, XTC, XTC_MASKED
 
@@ -255,6 +257,30 @@ def test_bind_bans_every_end_token_and_checks_ids():
     with pytest.raises(RequestError, match="token 4 is outside"):
         bind(SamplingParams(logit_bias=((4, 1.0),)), Words())
     assert bind(SamplingParams(), Words()).seed != 0xFFFFFFFF
+
+
+def test_a_vocabulary_is_read_once(monkeypatch):
+    class Counted(Words):
+        reads = 0
+
+        def piece(self, token):
+            Counted.reads += 1
+            return super().piece(token)
+
+        def encode(self, text, add_special=True, parse_special=True):
+            return [0] * len(text)
+
+    vocabulary = Counted()
+    params = SamplingParams(dry_multiplier=1.0, samplers=("dry", "infill"))
+    first = bind(params, vocabulary)
+    assert Counted.reads == vocabulary.n_vocab
+    monkeypatch.setattr(sys.modules["ggufspec.sampling.bind"], "find_breakers", None)  # no second search
+    again = bind(params, vocabulary)
+    assert again.breakers is first.breakers and Counted.reads == vocabulary.n_vocab
+    monkeypatch.undo()
+    kept = [bind(replace(params, dry_sequence_breakers=("a" * i,)), vocabulary).breakers for i in range(MAX_KEPT + 9)]
+    assert kept[2].tails == {0: ((0,),)} and _read(vocabulary).breakers[("a" * (MAX_KEPT + 8),)] is kept[-1]
+    assert len(_read(vocabulary).breakers) == MAX_KEPT
 
 
 @pytest.mark.parametrize(

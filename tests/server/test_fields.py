@@ -1,5 +1,6 @@
 """Request fields without a server: ranges, conversions, biases, drafting limits."""
 
+import json
 import logging
 import math
 
@@ -94,3 +95,9 @@ def test_settings_have_the_same_keys_for_every_request(reader):
     texts = "dry_sequence_breakers stop logit_bias grammar grammar_lazy grammar_triggers preserved_tokens"
     assert set(whole) - set(short) == set(texts.split())
     assert whole["temperature"] == float32(0.8) == 0.800000011920929
+
+
+def test_settings_are_json_when_a_number_is_too_large_for_float32(reader):
+    shown = reader.read({"temperature": 1e300, "dry_base": 1e39, "logit_bias": [[5, 1e200]]}).settings()
+    assert shown["temperature"] is shown["dry_base"] is shown["logit_bias"][0]["bias"] is None
+    json.dumps(shown, allow_nan=False)

@@ -69,7 +69,10 @@ body = objects(
     top_logprobs=st.integers(0, 3),
     stop=text,
     n=st.integers(1, 2),
-    chat_template_kwargs=objects(enable_thinking=st.booleans(), preserve_reasoning=anything),
+    chat_template_kwargs=objects(
+        enable_thinking=st.booleans(), preserve_reasoning=anything, messages=anything, tools=anything,
+        add_generation_prompt=anything, self=anything, bos_token=anything,
+    ),
     reasoning_effort=text,
     continue_final_message=st.booleans() | words("reasoning_content"),
     add_generation_prompt=st.booleans(),

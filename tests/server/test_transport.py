@@ -10,7 +10,7 @@ import pytest
 from fake_engine import ByteTokenizer, FakeEngine, stream_of
 from serving import fake_loaded, serve, serve_fake, wait_ready
 
-from ggufspec.tools.server import app
+from ggufspec.tools.server import app, native
 from ggufspec.tools.server.respond import error_response
 
 
@@ -81,6 +81,11 @@ def test_api_keys():
         assert httpx.get(base + "/nope").status_code == 401
 
 
+def test_a_byte_order_mark_is_skipped(client):
+    body = b'{"prompt":"a","n_predict":2}'
+    assert post(client, "/completion", b"\xef\xbb\xbf" + body).status_code == 200
+
+
 @pytest.mark.parametrize(
     "body, start",
     [
@@ -89,6 +94,8 @@ def test_api_keys():
         (b'{"prompt":"\xff"}', "[json.exception.parse_error.101] parse error at line 1, column 12"),
         (b'{"prompt":"\\ud800"}', "[json.exception.parse_error.101] parse error"),
         (b'{"prompt":NaN}', "[json.exception.parse_error.101] parse error"),
+        (b'{"prompt":"a","top_p":-1e999}', "[json.exception.out_of_range.406] number overflow parsing '-1e999'"),
+        (b"\xef\xbb\xbf", "[json.exception.parse_error.101] parse error at line 1, column 1: attempting to parse an"),
         (b"[" * 200000, "[json.exception.parse_error.101] parse error"),
         (b'{"prompt":"a","seed":' + b"9" * 5000 + b"}", "[json.exception.parse_error.101] parse error"),
         (b"[]", "[json.exception.type_error.304] cannot use at() with array"),
@@ -163,6 +170,15 @@ def test_response_fields(client):
     assert post(client, "/completion", body).json() == {"content": text_of("a")[:3], "generation_settings/n_predict": 3}
 
 
+def test_the_vocabulary_is_searched_for_breakers_beside_the_engine(client, monkeypatch):
+    threads = []
+    monkeypatch.setattr(native, "bind", lambda params, tokenizer: threads.append(threading.current_thread().name))
+    body = {"prompt": "a", "n_predict": 1}
+    assert client.post("/completion", json=body).status_code == 200 and threads == []
+    assert client.post("/completion", json=body | {"dry_multiplier": 0.5}).status_code == 200
+    assert len(threads) == 1 and threads[0].startswith("asyncio_")
+
+
 def test_probabilities_count_equals_usage(client):
     # é is two tokens; the first ends inside a character, yet has an entry of its own
     body = {"prompt": "a", "n_probs": 2, "n_predict": 30}
@@ -196,6 +212,21 @@ def test_tokenize_family(client):
     assert post(client, "/detokenize", {"tokens": [104, 105]}).json() == {"content": "hi"}
     assert post(client, "/detokenize", {"tokens": "x"}).status_code == 400
     assert post(client, "/detokenize", {"tokens": [999]}).status_code == 400
+
+
+def test_tokenizing_leaves_the_event_loop_alone(client, monkeypatch):
+    threads = []
+    for name in ("encode", "decode"):
+        real = getattr(ByteTokenizer, name)
+
+        def recorded(self, *args, real=real, **options):
+            threads.append(threading.current_thread().name)
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(ByteTokenizer, name, recorded)
+    assert client.post("/tokenize", json={"content": "ab"}).json() == {"tokens": [97, 98]}
+    assert client.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
+    assert len(threads) == 2 and all(name.startswith("asyncio_") for name in threads)
 
 
 def test_disabled_endpoints(client):

@@ -71,6 +71,13 @@ def test_the_templates_own_complaint_reaches_the_user() -> None:
     assert error.value.status == 400
 
 
+def test_variables_may_have_any_name():
+    template = ChatTemplate("{{ self_ }}{{ tools }}{{ messages | length }}{{ add_generation_prompt }}")
+    assert template.render(HI, None, False, self_=1, tools=2, messages="abc", add_generation_prompt=True) == "123"
+    names = {"self": 1, "tools": 2, "add_generation_prompt": False}
+    assert template.render(HI, [{"a": 1}], **names) == "[{'a': 1}]1True"
+
+
 def test_sources_in_order() -> None:
     keys = {"tokenizer.chat_template": "file", "tokenizer.chat_template.tool_use": "{{ tools | length }} tools"}
     assert load_templates(keys).default.render(HI) == "file"

@@ -1,6 +1,8 @@
 """The tokenizer gives llama.cpp's ids, and its text comes back whole."""
 
 import importlib.util
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,24 @@ def test_a_split_emoji_is_held_with_its_token() -> None:
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    text = "def f(a, b): return a + b\n" * 40_000
+    ticks, done = [time.perf_counter()], threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    other = threading.Thread(target=tick)
+    other.start()
+    start = time.perf_counter()
+    qwen35.encode(text)
+    took = time.perf_counter() - start
+    done.set()
+    other.join()
+    assert max(b - a for a, b in zip(ticks, ticks[1:])) < took / 2
 
 
 def test_special_texts() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import families
 import pytest
@@ -14,13 +15,16 @@ import torch
 from small_vocabulary import byte_bpe
 
 from ggufspec.engine import Engine
+from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import open_gguf
 from ggufspec.gguf_write import Key
 from ggufspec.job import Request
-from ggufspec.models import load_model
+from ggufspec.models import load_model, read_config
 from ggufspec.sampling import SamplingParams
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools.main import run
+from ggufspec.tools.runtime import check_shift
+from ggufspec.tools.settings import ContextSettings
 
 N_CTX = 768
 HOT = ("-n", "30", "--temp", "3", "--no-display-prompt")
@@ -156,7 +160,6 @@ def test_generation_ends_where_the_context_does(cli):
         (["-p", "x", "-l", "999999+1"], "token 999999 is outside the vocabulary"),
         (["-p", "x", "--spec-type", "draft-dspark"], "draft-dspark"),
         (["-p", "x", "-ctk", "q4_0", "-dev", "CUDA77"], "CUDA"),
-        (["-p", "x", "--context-shift"], "--context-shift is not supported"),
         (["-p", "x", "-b", "0"], "--batch-size: invalid value 0; expected 1 or more"),
         (["-p", "x", "-ub", "-1"], "--ubatch-size: invalid value -1; expected 0 or more"),
         (["--chat-template-file", "/nonexistent"], "--chat-template-file /nonexistent: No such file or directory"),
@@ -306,3 +309,12 @@ def test_a_pipe_closed_amid_the_answer_ends_it_quietly(path):
         err = process.stderr.read()
         process.wait(60)
     assert process.returncode == 141 and b"Traceback" not in err and b"error" not in err
+
+
+def test_context_shift_is_off_with_recurrent_layers_and_refused_elsewhere(path, caplog):
+    config, context = read_config(open_gguf(path)), ContextSettings(context_shift=True)
+    check_shift(context, config)
+    assert "--context-shift has no effect here" in caplog.text
+    with pytest.raises(ConfigError, match="--context-shift is not supported"):
+        check_shift(context, replace(config, architecture="qwen3"))
+    check_shift(ContextSettings(), replace(config, architecture="qwen3"))

@@ -187,7 +187,6 @@ def test_bare_flash_attn():
 
 def test_what_is_not_supported_says_so():
     assert error("server", "--lora x") == "--lora is not supported: adapters are not implemented"
-    assert "--context-shift is not supported" in error("server", "--context-shift")
     assert not read("server", "--no-context-shift")[1]
     assert "-nkvo is not supported" in error("server", "-nkvo")
     assert "probabilistic is not supported" in error("server", "--spec-draft-sampling probabilistic")

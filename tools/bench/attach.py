@@ -225,7 +225,7 @@ def natural_n_max(choice: DrafterChoice) -> int:
 def longest(choice: DrafterChoice, length: Length) -> int:
     """The most tokens a step drafts at this length; for AUTO what the server would allow."""
     if isinstance(length, int):
-        return length
+        return min(length, UNLIMITED)
     return AUTO_N_MAX if choice.kind in ("draft-mtp", "draft-simple") else natural_n_max(choice)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -54,9 +55,14 @@ def command(
     assert settings.model.path is not None
     trained = read_config(runtime.open_model_file(settings.model.path, settings.model.overrides)).context_length
     n_kv_max = settings.context.n_ctx or trained
+    unified = bool(settings.context.kv_unified)
     runs = [
-        (pp, tg, pl) for pp, tg, pl in itertools.product(*sizes) if n_kv(pp, tg, pl, shared) <= n_kv_max
+        (pp, tg, pl) for pp, tg, pl in itertools.product(*sizes) if n_kv(pp, tg, pl, shared, unified) <= n_kv_max
     ]
+    if not runs:
+        logging.getLogger(__name__).warning(
+            f"nothing to run: every combination needs more than the {n_kv_max} tokens of -c"
+        )
     per_slot = max([pp + tg for pp, tg, _ in runs], default=1)
     n_ctx = math.ceil((max(per_slot, N_WARMUP)) / runtime.CELLS) * runtime.CELLS
     n_slots = max(sizes[2])
@@ -82,7 +88,7 @@ def command(
         print_header(facts)
     for pp, tg, pl in runs:
         t_pp, t_tg = measure(stepper, bench.model.n_vocab, generator, pp, tg, pl, shared, separate)
-        print_row(figures(pp, tg, pl, shared, t_pp, t_tg), facts, output)
+        print_row(figures(pp, tg, pl, shared, t_pp, t_tg, unified), facts, output)
     return 0
 
 
@@ -93,9 +99,9 @@ def _all(values: tuple[str, ...], name: str) -> list[int]:
     return out
 
 
-def n_kv(pp: int, tg: int, pl: int, shared: bool) -> int:
-    """Cells that a run fills, counting a shared prompt once."""
-    return pp + pl * tg if shared else pl * (pp + tg)
+def n_kv(pp: int, tg: int, pl: int, shared: bool, unified: bool = False) -> int:
+    """Cells that a run fills, as llama-batched-bench counts: a shared prompt once only where the cache is unified."""
+    return pp + pl * tg if shared and unified else pl * (pp + tg)
 
 
 def measure(
@@ -129,12 +135,16 @@ def measure(
     return t_pp, (now_ns() - start) / 1e9
 
 
-def figures(pp: int, tg: int, pl: int, shared: bool, t_pp: float, t_tg: float) -> dict[str, Any]:
+def figures(
+    pp: int, tg: int, pl: int, shared: bool, t_pp: float, t_tg: float, unified: bool = False
+) -> dict[str, Any]:
+    """The cells of a row. Rates count what was computed: a shared prompt once."""
     total = t_pp + t_tg
-    cells = n_kv(pp, tg, pl, shared)
+    prompt = pp if shared else pl * pp
     return {
-        "pp": pp, "tg": tg, "pl": pl, "n_kv": cells, "t_pp": t_pp, "speed_pp": (pp if shared else pl * pp) / t_pp,
-        "t_tg": t_tg, "speed_tg": pl * tg / t_tg, "t": total, "speed": cells / total,
+        "pp": pp, "tg": tg, "pl": pl, "n_kv": n_kv(pp, tg, pl, shared, unified), "t_pp": t_pp,
+        "speed_pp": prompt / t_pp,
+        "t_tg": t_tg, "speed_tg": pl * tg / t_tg, "t": total, "speed": (prompt + pl * tg) / total,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from ggufspec.errors import ConfigError
 
 _RANGE = re.compile(r"(-?\d+)-(-?\d+)(?:([+*])(\d+))?")
 _DOTS = re.compile(r"(\d+)\.\.(\d+)")
+MOST = 10_000  # values of one range; every value is a run
 
 
 def integers(text: str, name: str) -> list[int]:
@@ -31,8 +32,10 @@ def integers(text: str, name: str) -> list[int]:
 def _span(first: int, last: int, sign: str, by: int, text: str, name: str) -> list[int]:
     if first > last or (sign == "+" and by < 1) or (sign == "*" and (by < 2 or first < 1)):
         raise ConfigError(f"error: invalid parameter for argument: {name}: {text!r} never ends or is empty")
-    out = []
+    out: list[int] = []
     while first <= last:
+        if len(out) == MOST:
+            raise ConfigError(f"error: invalid parameter for argument: {name}: {text!r} is more than {MOST} values")
         out.append(first)
         first = first + by if sign == "+" else first * by
     return out

@@ -23,6 +23,23 @@ from ggufspec.errors import FileError
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "xllamacpp")
 
 
+def check_output(*paths: str | None) -> None:
+    """FileError for a file that could not be written at the end, before anything is measured. Creates nothing."""
+    for path in paths:
+        if path is None:
+            continue
+        folder = Path(path).absolute().parent
+        if Path(path).is_dir():
+            reason = "is a directory, expected a file name"
+        elif not folder.is_dir():
+            reason = f"there is no folder {folder}"
+        elif not os.access(path if Path(path).exists() else folder, os.W_OK):
+            reason = "permission denied"
+        else:
+            continue
+        raise FileError(f"{path}: cannot be written: {reason}")
+
+
 def origin(files: Iterable[str], show_progress: bool = True) -> dict[str, Any]:
     """Everything a reader needs to make the same table again. Hashing large files takes a while."""
     return {

@@ -11,7 +11,7 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 150, 16, 54
 LETTER = 7.0  # width of a letter
 COLORS = (
     "#2563a8", "#c4532d", "#2f8f5b", "#8a4fa3", "#b08a1e", "#4c5a67", "#c23b6b", "#3aa0a6", "#7b5a3c", "#8fb13c",
-    "#9db4d6", "#e0a58f",
+    "#9db4d6", "#e0a58f", "#a3d3b5", "#cfb0de", "#e3cf8f", "#a9b4bf",
 )  # fmt: skip
 
 Points = Sequence[tuple[float, float]]
@@ -124,8 +124,9 @@ def group_label(x: float, label: str, room: float) -> str:
 def svg(body: Sequence[str], names: Sequence[str], label: str) -> str:
     """The picture with its legend at the right."""
     legend = []
+    step = min(18.0, (HEIGHT - TOP - 10) / max(len(names), 1))  # a long legend stays inside the picture
     for i, (name, color) in enumerate(zip(names, cycle(len(names)))):
-        y = TOP + 10 + 18 * i
+        y = round(TOP + 10 + step * i, 1)
         legend.append(f'<rect x="{WIDTH - RIGHT + 12}" y="{y - 9}" width="10" height="10" fill="{color}"/>')
         legend.append(text(WIDTH - RIGHT + 28, y, name, "start"))
     return (

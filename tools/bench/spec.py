@@ -25,6 +25,7 @@ from ggufspec.tools.settings import Settings
 from . import lists, spec_table
 from .attach import (
     AUTO,
+    UNLIMITED,
     Bench,
     DrafterChoice,
     Length,
@@ -37,7 +38,7 @@ from .attach import (
     set_width,
 )
 from .mixed import MixedCommand
-from .origin import lines, origin
+from .origin import check_output, lines, origin
 from .report import page
 from .split import split_step
 from .steady import Run, SteadyEngine, accept_at_random, run_streams, take_times
@@ -268,8 +269,9 @@ def command(
     n_max = _lengths(n_max_text) if n_max_text else []
     streams = lists.integers(streams_text, "--np")
     numbers = [n for n in (*n_max, *(c.n_max for c in choices)) if isinstance(n, int)]
-    if min([*numbers, *streams]) < 1:
-        raise ConfigError("--n-max, n= of --drafter and --np: expected numbers from 1 on")
+    if bad := [n for n in (*numbers, *streams) if n < 1]:
+        raise ConfigError(f"--n-max, n= of --drafter and --np: found {bad[0]}, expected numbers from 1 on")
+    check_output(json_path, html_path)
     chosen = choose(
         own_prompts() if prompts_path is None else read_prompts(prompts_path),
         workload_text.split(",") if workload_text else (), n_prompts,
@@ -277,7 +279,7 @@ def command(
     is_synthetic = any(c.is_synthetic for c in choices)
     ids = _prompts(settings, chosen)
     longest = max(len(p) for group in ids.values() for p in group)
-    widest = max([*numbers, 16])
+    widest = min(max([*numbers, 16]), UNLIMITED)
     room = n_tokens if max(streams) == 1 else 2 * n_tokens  # streams that are ahead go on until the last has its tokens
     n_ctx = settings.context.n_ctx or longest + room + 2 * widest
     n_ctx = -(-n_ctx // CELLS) * CELLS

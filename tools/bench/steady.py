@@ -52,7 +52,7 @@ class SteadyEngine(Engine):
     """An engine that lets nobody decode while a prompt waits."""
 
     def _decode(self, running: list[Slot], *how: Any, **named: Any) -> list[Event]:
-        if any(slot.job is not None and slot.job.state is JobState.PROMPT for slot in self.slots):
+        if any(slot.reading for slot in self.slots):
             return []
         return super()._decode(running, *how, **named)
 

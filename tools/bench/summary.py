@@ -26,8 +26,9 @@ class Spread:
         return cls(median, low, high)
 
     def text(self, digits: int = 2, unit: str = "") -> str:
-        """`2.13x ±0.04`: half the distance of the quartiles."""
-        return f"{self.median:.{digits}f}{unit} ±{(self.high - self.low) / 2:.{digits}f}"
+        """`2.13x ±0.04`: half the distance of the quartiles. One value has none."""
+        half = (self.high - self.low) / 2
+        return f"{self.median:.{digits}f}{unit}" + (f" ±{half:.{digits}f}" if half else "")
 
 
 @dataclass(frozen=True)

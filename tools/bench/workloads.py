@@ -87,4 +87,4 @@ def written(prompt: Prompt, tokenizer: Tokenizer, metadata: Mapping[str, Any]) -
     if not (prompt.chat and "tokenizer.chat_template" in metadata):
         return prompt.text
     templates = load_templates(metadata, tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos))
-    return templates.default.render([{"role": "user", "content": prompt.text}], add_generation_prompt=True)
+    return templates.default.render([{"role": "user", "content": prompt.text}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from ggufspec import bundled
 from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import open_gguf
+from ggufspec.quant import policy
 from ggufspec.tools import log
 from ggufspec.tools.bench import lists
 from ggufspec.tools.bench.attach import (
@@ -27,7 +29,7 @@ from ggufspec.tools.bench.attach import (
     parse_drafter,
 )
 from ggufspec.tools.bench.mixed import MixedCommand
-from ggufspec.tools.bench.origin import lines, origin
+from ggufspec.tools.bench.origin import check_output, lines, origin
 from ggufspec.tools.bench.workloads import choose, encode, own_prompts, read_prompts, written
 from ggufspec.tools.settings import Settings
 
@@ -46,8 +48,8 @@ MAX_POINTS = 2.0
     "compare",
     cls=MixedCommand,
     reads=("common", "model", "context", "speculative"),
-    epilog="Options of the model and its cache are llama.cpp's (-m, -c, -t, -ctk, -ctv, -fa, -dev, -ngl ...) and go "
-    "to both sides.",
+    epilog="Options of the model, its cache and drafters are llama.cpp's (-m, -c, -t, -ctk, -ctv, -fa, -dev, -ngl, "
+    "-ctkd, -ctvd, --spec-draft-n-min, --spec-draft-p-min ...) and go to both sides.",
 )
 @click.option("--peer", default=IN_PROCESS, show_default=True, metavar="PEER",
               help="The other side: xllamacpp (llama.cpp in process), the path of a llama-server, or the URL of a "
@@ -97,7 +99,14 @@ def command(
     if not choices and not is_url(peer):
         choices = default_drafters(open_gguf(settings.model.path), is_bundled)
     if types_text is not None:
-        return _quantizers(settings, find_quantizer(peer, quantizer), types_text.split(","), prompts_path, json_path)
+        types = types_text.split(",")
+        for name in types:
+            policy.file_type(name)
+        check_output(json_path)
+        return _quantizers(settings, find_quantizer(peer, quantizer), types, prompts_path, json_path)
+    n_max = lists.integers(n_max_text, "--n-max") if n_max_text else []
+    check_drafters(settings, choices, n_max)
+    check_output(json_path)
     facts = origin([settings.model.path, *(c.path for c in choices if c.path is not None)])
     with tempfile.TemporaryDirectory(prefix="ggufspec-compare-") as folder:
         notes: list[str] = []
@@ -109,7 +118,6 @@ def command(
         )  # fmt: skip
         for line in [*lines(facts), f"peer     {peer}", *notes]:
             click.echo(line)
-        n_max = lists.integers(n_max_text, "--n-max") if n_max_text else []
         chosen = [p for group in prompts.values() for p in group]
         rows, tokens_equal = run(settings, peer, choices, n_max, not no_plain, chosen, n_tokens, repetitions)
     click.echo(f"tokens   {tokens_equal}\n")
@@ -150,7 +158,7 @@ def run(
     bench = Bench.load(settings, 1, CELLS)
     ids = [encode(p, bench.tokenizer, bench.file.metadata) for p in prompts]
     bench.n_ctx = settings.context.n_ctx or -(-(max(map(len, ids)) + n_tokens + 32) // CELLS) * CELLS
-    context = settings.context
+    context, spec = settings.context, settings.speculative
     base = PeerSettings(
         settings.model.path, bench.n_ctx, torch.get_num_threads(), context.type_k, context.type_v, context.flash_attn,
         gpu_layers=0 if bench.model.device.type == "cpu" else 999,
@@ -167,10 +175,23 @@ def run(
         for choice, n in configurations:
             own = base
             if choice is not None:
-                own = replace(base, draft=choice.path, kind=choice.kind, n_max=n, p_min=choice.p_min)
+                own = replace(
+                    base, draft=choice.path, kind=choice.kind, n_max=n, n_min=spec.n_min,
+                    p_min=choice.p_min or spec.p_min, draft_type_k=spec.type_k, draft_type_v=spec.type_v,
+                )  # fmt: skip
             rows.append(compare(bench, peer, own, choice, n, ids, n_tokens, repetitions, bar.update))
             free()
     return rows, equal
+
+
+def check_drafters(settings: Settings, choices: Sequence[DrafterChoice], n_max: Sequence[int]) -> None:
+    """ConfigError for lengths that draft nothing, and for drafts accepted at random, which llama.cpp cannot share."""
+    if bad := [n for n in (*n_max, *(c.n_max for c in choices)) if isinstance(n, int) and n < 1]:
+        raise ConfigError(f"--n-max and n= of --drafter: found {bad[0]}, expected numbers from 1 on")
+    spec = settings.speculative
+    if spec.synth_length is not None or spec.synth_rates or any(choice.is_synthetic for choice in choices):
+        raise ConfigError("drafts accepted at random (--spec-synth-*, synth-*= of --drafter) cannot be compared; leave "
+                          "them out, or measure them with ggufspec bench spec")  # fmt: skip
 
 
 def natural_or(choice: DrafterChoice, n_max: list[int]) -> list[int]:
@@ -211,7 +232,6 @@ def in_f16(
 
 
 def to_f16(path: str, out: Path) -> None:
-    from ggufspec.quant import policy
     from ggufspec.quant.requantize import Options, make_plan, run_plan
 
     plan = make_plan(open_gguf(path), Options(policy.Choices(policy.file_type("F16")), allow_requantize=True))

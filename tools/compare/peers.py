@@ -42,7 +42,10 @@ class PeerSettings:
     draft: str | None = None
     kind: str | None = None
     n_max: int = 3
+    n_min: int = 0
     p_min: float = 0.0
+    draft_type_k: str = "f16"
+    draft_type_v: str = "f16"
     gpu_layers: int = 0
 
 
@@ -170,7 +173,9 @@ def _in_process(settings: PeerSettings) -> Server:
     if settings.kind is not None:
         values |= {
             "speculative.types": [settings.kind], "load_mtp": settings.kind == "draft-mtp",
-            "speculative.draft.n_max": settings.n_max, "speculative.draft.p_min": settings.p_min,
+            "speculative.draft.n_max": settings.n_max, "speculative.draft.n_min": settings.n_min,
+            "speculative.draft.p_min": settings.p_min, "speculative.draft.cache_type_k": settings.draft_type_k,
+            "speculative.draft.cache_type_v": settings.draft_type_v,
         }  # fmt: skip
         if settings.draft is not None:
             values["speculative.draft.mparams.path"] = settings.draft
@@ -205,7 +210,8 @@ def _binary(path: str, settings: PeerSettings) -> Server:
     ]  # fmt: skip
     if settings.kind is not None:
         argv += ["--spec-type", settings.kind, "--spec-draft-n-max", str(settings.n_max),
-                 "--spec-draft-p-min", str(settings.p_min)]  # fmt: skip
+                 "--spec-draft-n-min", str(settings.n_min), "--spec-draft-p-min", str(settings.p_min),
+                 "-ctkd", settings.draft_type_k, "-ctvd", settings.draft_type_v]  # fmt: skip
         if settings.draft is not None:
             argv += ["-md", settings.draft]
     folder = tempfile.TemporaryDirectory(prefix="ggufspec-peer-")

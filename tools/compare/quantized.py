@@ -76,6 +76,8 @@ def compare_quantized(settings: Settings, quantizer: str, types: Sequence[str], 
             )
             if done.returncode != 0:
                 raise PeerError(f"{quantizer} {name}: {(done.stderr or done.stdout).strip()[-800:]}")
+            if not theirs.exists():
+                raise PeerError(f"{quantizer} {name}: ended well but wrote no file; expected a llama-quantize")
             hashes = sha256(str(ours), False), sha256(str(theirs), False)
             first = perplexity_of(settings, str(ours), text)
             second = first if hashes[0] == hashes[1] else perplexity_of(settings, str(theirs), text)

@@ -77,8 +77,10 @@ class Row:
         return ours, theirs
 
     def ratio(self) -> tuple[float, float, float]:
-        """Our speed over theirs: geometric mean of the pairs, and its 95% interval (bootstrap)."""
+        """Our speed over theirs: geometric mean of the pairs, and its 95% interval (bootstrap; NaN for one pair)."""
         logs = [math.log(a / b) for a, b in zip(self.ours_per_second, self.theirs_per_second)]
+        if len(logs) < 2:
+            return math.exp(logs[0]), math.nan, math.nan
         rng = random.Random(1)
         means = sorted(statistics.fmean(rng.choices(logs, k=len(logs))) for _ in range(2000))
         mean, low, high = statistics.fmean(logs), means[50], means[-51]
@@ -88,7 +90,7 @@ class Row:
         ratio, low, high = self.ratio()
         return asdict(self) | {
             "n_equal": self.n_equal, "rates": self.rates, "points": self.points, "lengths": self.lengths,
-            "speed_ratio": {"mean": ratio, "low": low, "high": high},
+            "speed_ratio": {"mean": ratio, "low": low, "high": high} if low == low else {"mean": ratio},
         }  # fmt: skip
 
 

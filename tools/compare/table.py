@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -27,7 +28,8 @@ def cells(row: Row) -> list[str]:
         ]  # fmt: skip
     else:
         shown += [""] * 7
-    return [*shown, f"{speeds[0]:.1f}", f"{speeds[1]:.1f}", f"{ratio:.3f}x ({low:.3f}-{high:.3f})"]
+    interval = "(one pair)" if math.isnan(low) else f"({low:.3f}-{high:.3f})"
+    return [*shown, f"{speeds[0]:.1f}", f"{speeds[1]:.1f}", f"{ratio:.3f}x {interval}"]
 
 
 def text(rows: Sequence[Row]) -> str:

@@ -108,7 +108,7 @@ def read_chat(state: ServerState, body: dict[str, Any]) -> ChatPrompt:
 
 
 def read_tools(body: dict[str, Any], jinja: bool) -> ToolUse:
-    tools = body.get("tools") or []
+    tools = body.get("tools", [])
     if not isinstance(tools, list):
         raise ApiError(f"Failed to parse tools: Expected 'tools' to be an array, got {json.dumps(tools)}")
     for tool in tools:

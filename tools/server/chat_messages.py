@@ -77,6 +77,8 @@ class Prefill:
 def split_prefill(messages: Sequence[dict[str, Any]], body: dict[str, Any], enabled: bool) -> Prefill | None:
     """The last message, if it is the assistant's and is to be continued."""
     go_on = body.get("continue_final_message", False)
+    if not isinstance(go_on, bool) and go_on not in ("content", "reasoning_content"):
+        raise ApiError('Invalid continue_final_message: expected a boolean, "content" or "reasoning_content"')
     if go_on and body.get("add_generation_prompt", False):
         raise ApiError("Cannot set both add_generation_prompt and continue_final_message to true.")
     last = messages[-1] if messages else {}

@@ -6,7 +6,9 @@ Clients compare these texts, so the messages of the JSON library it uses are rep
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
+import math
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -72,8 +74,12 @@ def missing_key(key: str) -> ApiError:
 
 
 def parse_json(body: bytes) -> Any:
-    """The body's JSON value. Strict: no NaN, no lone surrogates, UTF-8 only, no runaway nesting or digits."""
+    """The body's JSON value. Strict: no NaN, no infinity, no lone surrogates, UTF-8 only, no runaway nesting or digits.
+
+    A byte order mark in front is skipped, as llama-server does.
+    """
     prefix = "[json.exception.parse_error.101] parse error at "
+    body = body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
         raise ApiError(
             f"{prefix}line 1, column 1: attempting to parse an empty input; "
@@ -89,7 +95,7 @@ def parse_json(body: bytes) -> Any:
             "ill-formed UTF-8 byte"
         ) from None
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as e:
@@ -107,6 +113,13 @@ def parse_json(body: bytes) -> Any:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ApiError(f"[json.exception.out_of_range.406] number overflow parsing '{text[:40]}'")
+    return number
 
 
 LARGE_BODY = 1 << 16  # bytes; reading more would hold up the event loop

@@ -22,6 +22,7 @@ from .errors import ApiError, type_error
 log = logging.getLogger("ggufspec.server")
 
 INT_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234663852886e38
 UNLIMITED = -1
 
 
@@ -177,7 +178,7 @@ class Task:
         if with_text:
             banned = [(token, -math.inf) for token in self.eog] if s.ignore_eos else []
             out["logit_bias"] = [
-                {"bias": None if math.isinf(bias) else float32(bias), "token": token}
+                {"bias": float32(bias), "token": token}
                 for token, bias in (*s.logit_bias, *banned)
             ]
         out |= {"n_probs": s.n_probs, "min_keep": s.min_keep}
@@ -199,10 +200,10 @@ class Task:
         return out
 
 
-def float32(value: float) -> float:
-    """The nearest float32, as llama-server stores and prints its settings."""
-    if abs(value) > 3.4e38:
-        return value
+def float32(value: float) -> float | None:
+    """The nearest float32, as llama-server stores and prints its settings; None for infinity, which JSON lacks."""
+    if abs(value) > _FLOAT32_MAX:
+        return None
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
@@ -248,6 +249,8 @@ class Reader:
         task.stop = _stops(body) if "stop" in body else list(self.defaults.stop)
         task.include_usage = _include_usage(body)
         task.speculation = self._speculation(body)
+        if not isinstance(body.get("lora", []), list):
+            raise ApiError("Field 'lora': Error: 'lora' must be an array of objects with 'id' and 'scale' fields")
         fields = body.get("response_fields")
         task.response_fields = [f for f in fields if isinstance(f, str)] if isinstance(fields, list) else []
         return task

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ggufspec.errors import GgufspecError
-from ggufspec.grammar import GrammarSpec, GrammarState
+from ggufspec.grammar import GrammarSpec, GrammarState, Trigger
 from ggufspec.job import Request
+from ggufspec.sampling.bind import bind, reads_vocabulary
 
 from .answer import Answer, Step
 from .errors import ApiError, read_object, type_error
@@ -120,7 +121,7 @@ async def run_completion(
     http: HttpRequest, state: ServerState, task: Task, prompts: list[list[int]], make_form: Any, is_list: bool
 ) -> Response:
     """Submit every prompt `n` times and answer in the form `make_form(is_list)` makes."""
-    await check_grammar(state, task)
+    await prepare(state, task)
     answers: list[Answer] = []
     requests: list[Request | None] = []
     for prompt in prompts:
@@ -142,17 +143,64 @@ async def completion(http: HttpRequest, state: ServerState) -> Response:
 
 
 def set_grammar(state: ServerState, task: Task, body: dict[str, Any]) -> None:
-    """`grammar` (GBNF) wins over `json_schema`; values of another type are ignored, as llama-server does."""
+    """`grammar` (GBNF) wins over `json_schema`; values of another type are ignored, as llama-server does.
+
+    With `grammar_lazy` the grammar waits for one of `grammar_triggers`.
+    """
     text, schema = body.get("grammar"), body.get("json_schema")
+    triggers = read_triggers(state, task, body.get("grammar_triggers", []))
+    lazy = (task.grammar_lazy, triggers if task.grammar_lazy else ())
     if isinstance(text, str) and text:
-        task.grammar_text, task.grammar = text, GrammarSpec("gbnf", text)
-    elif isinstance(schema, dict):
-        task.grammar = GrammarSpec("json_schema", json.dumps(schema))
+        task.grammar_text, task.grammar = text, GrammarSpec("gbnf", text, *lazy)
+    elif isinstance(schema, dict) or schema is True:
+        task.grammar = GrammarSpec("json_schema", json.dumps(schema), *lazy)
         task.grammar_text = task.grammar.text
 
 
-async def check_grammar(state: ServerState, task: Task) -> None:
-    """Compile once, off the event loop and off the engine's thread, so that a bad grammar is a 400 at once."""
+TRIGGER_KINDS: tuple[Literal["token", "word", "pattern", "pattern_full"], ...] = (
+    "token", "word", "pattern", "pattern_full",
+)  # fmt: skip
+
+
+def read_triggers(state: ServerState, task: Task, value: Any) -> tuple[Trigger, ...]:
+    """`[{"type": 0..3, "value": text, "token": id of type 0}, ...]`, shown in the task as llama-server shows them.
+
+    A word that is one token counts as that token, and must be among `preserved_tokens`.
+    """
+    tokenizer = state.model.tokenizer
+    task.grammar_triggers = []
+    if not isinstance(value, list):
+        raise ApiError(f"Field 'grammar_triggers': {type_error('array', value)}")
+    out = []
+    for item in value:
+        kind, text = (item.get("type"), item.get("value")) if isinstance(item, dict) else (None, None)
+        if not isinstance(kind, int) or not 0 <= kind < len(TRIGGER_KINDS) or not isinstance(text, str):
+            raise ApiError(
+                "Field 'grammar_triggers': expected objects with a type from 0 to 3 (token, word, pattern, "
+                f"pattern_full) and a text as value, but got {json.dumps(item, ensure_ascii=False)[:80]}"
+            )
+        ids = [item.get("token")] if kind == 0 else []
+        if kind == 1:
+            ids = tokenizer.encode(text, add_special=False, parse_special=True)
+            kind = 0 if len(ids) == 1 else 1
+            if kind == 0 and ids[0] not in task.preserved_tokens:
+                raise ApiError(
+                    f"Field 'grammar_triggers': Grammar trigger word should be marked as preserved token: {text}"
+                )
+        if kind == 0 and not (isinstance(ids[0], int) and 0 <= ids[0] < tokenizer.n_vocab):
+            raise ApiError(f"Field 'grammar_triggers': 'token' must be a token's id for type 0, but got {ids[0]!r}")
+        out.append(Trigger(TRIGGER_KINDS[kind], ids[0] if kind == 0 else text))
+        task.grammar_triggers.append({"type": kind, "value": text} | ({"token": ids[0]} if kind == 0 else {}))
+    return tuple(out)
+
+
+async def prepare(state: ServerState, task: Task) -> None:
+    """What takes long and is kept, off the event loop and off the engine's thread: running streams go on.
+
+    A grammar is compiled once, so that a bad one is a 400 at once; DRY looks its breakers up in the vocabulary.
+    """
+    if reads_vocabulary(task.sampling):
+        await asyncio.to_thread(bind, task.sampling, state.model.tokenizer)
     if task.grammar is None:
         return
     try:
@@ -162,8 +210,10 @@ async def check_grammar(state: ServerState, task: Task) -> None:
 
 
 async def tokenize(http: HttpRequest, state: ServerState) -> Response:
-    body = await read_object(http)
-    tokenizer = state.model.tokenizer
+    return await asyncio.to_thread(_tokenize, await read_object(http), state.model.tokenizer)
+
+
+def _tokenize(body: dict[str, Any], tokenizer: Any) -> Response:
     content = body.get("content", "")
     special = bool(body.get("add_special", False))
     parse = bool(body.get("parse_special", True))
@@ -186,11 +236,14 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 async def detokenize(http: HttpRequest, state: ServerState) -> Response:
-    body = await read_object(http)
+    return await asyncio.to_thread(_detokenize, await read_object(http), state.model.tokenizer)
+
+
+def _detokenize(body: dict[str, Any], tokenizer: Any) -> Response:
     tokens = body.get("tokens", [])
     if not isinstance(tokens, list):
         raise ApiError(type_error("array", tokens))
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ApiError(type_error("number", token))
-    return JsonResponse({"content": state.model.tokenizer.decode(tokens)})
+    return JsonResponse({"content": tokenizer.decode(tokens)})

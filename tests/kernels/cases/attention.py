@@ -38,7 +38,7 @@ def attention_types(device: str, real: bool) -> None:
     n_kv, G, hd, hd_v, n, W = (4, 6, 256, 256, 3000, 8) if real else (2, 3, 64, 32, 300, 3)
     q = random(1, W, n_kv * G, hd)
     pairs = [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_1"), ("q5_0", "q5_1"),
-             ("iq4_nl", "f16")]  # fmt: skip
+             ("iq4_nl", "f16"), ("iq4_nl", "iq4_nl")]  # fmt: skip
     for type_k, type_v in pairs:
         mine, theirs = filled(device, type_k, type_v, n, n, n_kv, hd, hd_v)
         spec = AttentionSpec(hd**-0.5)
