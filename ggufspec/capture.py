@@ -159,8 +159,7 @@ class Graphs:
                     tensor.copy_(copy)
         for lane in self.lanes:
             torch.cuda.synchronize(lane.device)
-        if not self.has_room():
-            torch.cuda.empty_cache()  # a graph's pool cannot take what the allocator keeps for others
+        torch.cuda.empty_cache()  # of what the runs needed: the pool cannot take it, and nothing else will need it
         before = self._reserved()
         with without_collection():
             graphs = [self._recorded(stage, inputs) for _ in range(n_graphs)]
