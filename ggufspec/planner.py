@@ -191,17 +191,28 @@ class Planner:
         return self._known[like, n_ctx]
 
     def _workspace(self, part: Part, device: torch.device) -> int:
-        """The most that a step's intermediate tensors take at once: those of a prompt chunk in a layer, or logits."""
-        logits = self._n_rows(part) * self.question.config.n_vocab * 4 * LOGITS_COPIES if device == part.output else 0
-        return max(self._chunk(part, self.question.n_ubatch), logits)
+        """The most that work outside graphs takes at once: a prompt chunk in a layer, or logits; unpacked weights."""
+        q = self.question
+        is_captured = q.graphs and padded_width(q.n_ubatch) in WIDTHS
+        between = self._between(part) if is_captured and len({layer.device for layer in part.model.layers}) > 1 else 0
+        rows = between if is_captured else self._chunk(part, q.n_ubatch)
+        return self._unpacked(part) + max(rows, self._logits(part, device))
+
+    def _unpacked(self, part: Part) -> int:
+        """The buffer of unpacked weights, which graphs use too: gate and up together, the largest launch of a layer."""
+        config = self.question.config
+        return min(SCRATCH_BYTES, 2 * 2 * max(config.feed_forward_length) // len(self.parts) * config.embedding_length)
 
     def _chunk(self, part: Part, T: int) -> int:
         """Intermediate tensors of a prompt chunk of T rows in a layer."""
         config = self.question.config
         D, F = config.embedding_length, max(config.feed_forward_length) // len(self.parts)
         mixers = [prompt_bytes(layer, T) for layer in part.model.cache_layers if isinstance(layer, RecurrentLayer)]
-        unpacked = min(SCRATCH_BYTES, 2 * 2 * F * D)  # gate and up together, the largest launch of a layer
-        return unpacked + max([4 * T * 3 * F, *mixers]) + 4 * T * 6 * D
+        return max([4 * T * 3 * F, *mixers]) + 4 * T * 6 * D
+
+    def _between(self, part: Part) -> int:
+        """Rows and taps of the chunks that a device has made and not yet given to the next."""
+        return 2 * 4 * self.question.n_ubatch * self.question.config.embedding_length * (1 + part.taps)
 
     def _n_rows(self, part: Part) -> int:
         """Rows of the widest step: all slots, each with its last token and a full draft."""
