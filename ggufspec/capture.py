@@ -15,8 +15,9 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,10 +47,28 @@ def entry_counts(n_rows: int, n_slots: int) -> list[int]:
     return sorted({n_entries(n, n_rows, n_slots) for n in range(1, n_slots + 1)})
 
 
+class Lane:
+    """What all graphs of a device have in common."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.buffers: dict[Hashable, Tensor] = {}  # of what comes from other devices and goes there, see relay
+
+    @cached_property
+    def pool(self) -> Any:
+        """Their memory."""
+        return torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def stream(self) -> Any:
+        """One for all captures: the library keeps memory of its own for every stream that it has worked on."""
+        return torch.cuda.Stream(self.device)
+
+
 @dataclass
 class Captured:
     inputs: tuple[Tensor, ...]
-    graphs: list[tuple[Any, Any]]  # torch.cuda.CUDAGraph and its outputs; they take turns
+    graphs: list[tuple[Any, Any]]  # torch.cuda.CUDAGraph (or relay.Tape) and its outputs; they take turns
     turn: int = 0
     versions: list[Hashable] = field(default_factory=list)  # of what the inputs hold
 
@@ -62,11 +81,10 @@ class Graphs:
         self.device = device
         self.mutable = mutable
         self.captured: dict[Hashable, Captured] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.lanes = [Lane(device)]
         self.n_bytes = 0
         self._fixed: set[int] = set()  # addresses of all graphs' outputs
         self._names: set[Hashable] = set()
-        self._stream: Any = None
 
     @property
     def is_capturing(self) -> bool:
@@ -107,8 +125,10 @@ class Graphs:
         return iter(self._names)
 
     def has_room(self) -> bool:
-        """Whether the device has memory for a graph that can be done without."""
-        return self.device.type != "cuda" or torch.cuda.mem_get_info(self.device)[0] >= SPARE_BYTES
+        """Whether every device has memory for a graph that can be done without."""
+        return self.device.type != "cuda" or all(
+            torch.cuda.mem_get_info(lane.device)[0] >= SPARE_BYTES for lane in self.lanes
+        )
 
     def _entry(self, name: Hashable, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int,
                n_warm_up: int, is_harmless: bool = False) -> Captured:
@@ -130,30 +150,44 @@ class Graphs:
             a if a.data_ptr() in self._fixed else torch.empty_like(a, device=self.device).copy_(a) for a in arguments
         )
         kept = [] if is_harmless else [(t, t.clone()) for t in self.mutable()]
-        # One for all captures: the library keeps memory of its own for every stream that it has worked on.
-        self._stream = stream = self._stream or torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with self._aside():
             for _ in range(n_warm_up):
                 stage(*inputs)
                 # After every run: one that follows another as if it were the next step would write over the half of a
                 # recurrent layer's window that the step to come still reads.
                 for tensor, copy in kept:
                     tensor.copy_(copy)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        torch.cuda.synchronize(self.device)
-        if not self.has_room():
-            torch.cuda.empty_cache()  # a graph's pool cannot take what the allocator keeps for others
-        before = torch.cuda.memory_reserved(self.device)
-        graphs = []
+        for lane in self.lanes:
+            torch.cuda.synchronize(lane.device)
+        torch.cuda.empty_cache()  # of what the runs needed: the pool cannot take it, and nothing else will need it
+        before = self._reserved()
         with without_collection():
-            for _ in range(n_graphs):
-                graph = torch.cuda.CUDAGraph()
-                with recorded(graph, self.pool, stream):
-                    outputs = stage(*inputs)
-                graphs.append((graph, outputs))
-        self.n_bytes += torch.cuda.memory_reserved(self.device) - before
+            graphs = [self._recorded(stage, inputs) for _ in range(n_graphs)]
+        self.n_bytes += self._reserved() - before
         return Captured(inputs, graphs, versions=[None] * len(inputs))
+
+    def _recorded(self, stage: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Any, Any]:
+        """(the stage's graph, its outputs)"""
+        graph = torch.cuda.CUDAGraph()
+        with recorded(graph, self.lanes[0].pool, self.lanes[0].stream):
+            outputs = stage(*inputs)
+        return graph, outputs
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Inside, work goes to the streams of captures, between what was given to the current ones before and after."""
+        currents = [torch.cuda.current_stream(lane.device) for lane in self.lanes]
+        for lane, current in zip(self.lanes, currents):
+            lane.stream.wait_stream(current)
+        with ExitStack() as stack:
+            for lane in self.lanes[::-1]:  # the first one's device is current inside
+                stack.enter_context(torch.cuda.stream(lane.stream))
+            yield
+        for lane, current in zip(self.lanes, currents):
+            current.wait_stream(lane.stream)
+
+    def _reserved(self) -> int:
+        return sum(torch.cuda.memory_reserved(lane.device) for lane in self.lanes)
 
 
 @contextmanager

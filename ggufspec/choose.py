@@ -16,12 +16,12 @@ from torch import Tensor
 from .errors import RequestError
 from .grammar import GrammarState
 from .job import TokenOut
-from .kernels.select import argmax
 from .rows import Rows
 from .sampling import RowParams, SamplerState, SamplingParams, bind, sample_rows
 from .sampling import device as device_sampling
 from .sampling.device import n_candidates
 from .slot import Slot
+from .unjoined import Joinable, argmax, biased, each, whole
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -122,9 +122,9 @@ class Chooser:
             return RequestError("grammar: no token of the vocabulary fits what it expects next")
         return grammar.error
 
-    def first(self, logits: Tensor, slot: Slot) -> Chosen:
-        """The first token after a prompt; logits [1, V]."""
-        device = logits.device
+    def first(self, logits: Joinable, slot: Slot) -> Chosen:
+        """The first token after a prompt; logits [1, 1, V]."""
+        device = self.device
         rows = Rows(
             torch.zeros(1, 1, dtype=torch.int64, device=device),
             torch.tensor([slot.id], device=device),
@@ -132,10 +132,10 @@ class Chooser:
             torch.ones(1, dtype=torch.int64, device=device),
             tentative=False,
         )
-        choices = self.rows(logits[None], rows, [slot])
+        choices = self.rows(logits, rows, [slot])
         return self.report([slot], choices, choices.tokens.tolist())[0]
 
-    def rows(self, logits: Tensor, rows: Rows, slots: Sequence[Slot]) -> Choices:
+    def rows(self, logits: Joinable, rows: Rows, slots: Sequence[Slot]) -> Choices:
         """logits [B, W, V] to tokens [B, W]; row i of a slot chooses for position n_past + i + 1."""
         plan = self.plan(slots, rows.width)
         if plan is None:
@@ -220,18 +220,19 @@ class Chooser:
         ids = torch.tensor([[token for token, _ in row] for row in rows], device=self.device)
         return ids, torch.tensor([[value for _, value in row] for row in rows], device=self.device)
 
-    def simple(self, logits: Tensor, rows: Rows, plan: Plan) -> Tensor:
+    def simple(self, logits: Joinable, rows: Rows, plan: Plan) -> Tensor:
         """logits [B, W, V] to tokens [B, W], on the device throughout."""
-        B, W, V = logits.shape
-        flat = logits.reshape(B * W, V)
+        B, W, _ = logits.shape
+        flat = each(logits, lambda part: part.flatten(0, 1))
         if plan.bias is not None:
-            flat = flat.scatter_add(1, *plan.bias)
+            flat = biased(flat, *plan.bias)
         if plan.params is None:
             return argmax(flat).view(B, W)
         positions = (rows.positions() + 1).reshape(-1)
         return device_sampling.sample(flat, plan.params, positions, plan.n_candidates).tokens.view(B, W)
 
-    def general(self, logits: Tensor, rows: Rows, slots: Sequence[Slot]) -> Choices:
+    def general(self, logits: Joinable, rows: Rows, slots: Sequence[Slot]) -> Choices:
+        logits = whole(logits)
         B, W, V = logits.shape
         drafted = rows.tokens[:, 1:].tolist()
         n_rows = rows.n_rows.tolist()

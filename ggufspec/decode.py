@@ -31,6 +31,7 @@ from .drafters.synth import SyntheticAcceptance
 from .flight import Decoded, Flight
 from .follow import Entry, SlotValues, StepInputs
 from .forms import Forms
+from .handover import on, wait_for_copies
 from .laps import Laps
 from .pinned import Pinned
 from .rows import Rows
@@ -296,6 +297,7 @@ class Decoder:
         entries = every.first(draft.shape[0])
         arguments = (entries.slots, entries.last, entries.n_past, draft, n_draft)
         if self.graphs is not None and shape is not None:
+            wait_for_copies(self.device)  # of the last step's rows and output, over which the graph writes
             rows, output = self.graphs.run(shape, self._verify, arguments)
         else:
             rows, output = self._verify(*arguments)
@@ -325,7 +327,8 @@ class Decoder:
     def _begin(self, table: Tensor) -> StepInputs:
         if self.ahead:
             for tensor, kept in self._kept:
-                kept.copy_(tensor)
+                with on(tensor.device):
+                    kept.copy_(tensor)
         return self.values.inputs(table)
 
     def _draft(self, inputs: StepInputs, n: int) -> tuple[Tensor, Tensor]:
@@ -333,12 +336,14 @@ class Decoder:
         if self.drafter is None or n == 0:
             return inputs.last.new_zeros(inputs.last.shape[0], 0), inputs.limit.clamp(max=0)
         draft = self.drafter.propose(inputs.slots, inputs.last, inputs.n_past, n)
-        return draft.tokens.to(self.device), torch.minimum(draft.n_tokens.to(self.device), inputs.limit)
+        draft = draft.to(self.device)
+        return draft.tokens, torch.minimum(draft.n_tokens, inputs.limit)
 
     def _verify(self, slots: Tensor, last: Tensor, n_past: Tensor, draft: Tensor, n_draft: Tensor
                 ) -> tuple[Rows, Output]:
         taps = self.drafter.taps if self.drafter is not None else ()
         rows = lay_out(last, draft, n_draft, slots, n_past, self.target.n_vocab)
+        rows.positions()  # with the graph, though no layer lies here: whoever samples would keep those of its first run
         return rows, self.target.forward(rows, self.cache, taps=taps, logits="all", run=self.run_stage)
 
     def _settle(self, rows: Rows, tokens: Tensor, inputs: StepInputs, uniforms: Sequence[Tensor]) -> Tensor:

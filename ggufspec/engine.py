@@ -21,7 +21,6 @@ from torch import Tensor
 
 from . import admission, results
 from .adaptive import Adaptive, Choice
-from .capture import Graphs
 from .choose import Chooser
 from .decode import Decoder
 from .drafters import Drafter
@@ -33,6 +32,7 @@ from .job import Event, Job, JobState, Request
 from .lengths import Lengths
 from .prefill import Prefill
 from .prompt_cache import PromptCache
+from .relay import RelayGraphs, graphs_for
 from .sampling import SamplingParams
 from .slot import Slot
 from .stage_graphs import StageGraphs
@@ -110,10 +110,11 @@ class Engine:
         self.crowded: list[Slot] = []  # with more checkpoints on their device than are to stay there
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
-        graphs = Graphs(self.device, self._mutable) if use_graphs and self._can_capture() else None
         stages = StageGraphs(target, self.cache) if use_graphs and self._has_stages() else None
-        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead, stages)
-        self.prefill = Prefill(target, drafter, self.cache, graphs, stages)
+        graphs = graphs_for(target, drafter, stages, self._mutable) if use_graphs else None
+        self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead,
+                               stages if graphs is None else None)
+        self.prefill = Prefill(target, drafter, self.cache, None if isinstance(graphs, RelayGraphs) else graphs, stages)
         self.link = link
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self.lengths = Lengths(self)
@@ -128,12 +129,8 @@ class Engine:
         self._emitted = 0
         self._lock = threading.Lock()
 
-    def _can_capture(self) -> bool:
-        """A graph of a whole step holds the work of one GPU."""
-        return self.device.type == "cuda" and all(stage.device == self.device for stage in self.target.stages)
-
     def _has_stages(self) -> bool:
-        """Layers on several devices: a graph a stage."""
+        """Layers on several devices: a prompt's chunks have a graph a stage."""
         return len(self.target.stages) > 1 and any(stage.device.type == "cuda" for stage in self.target.stages)
 
     def _mutable(self) -> list[Tensor]:
@@ -299,7 +296,7 @@ class Engine:
                 with self.drafter.stats.timed("begin"):
                     self.drafter.begin(slot.id, prompt)
             assert output.logits is not None
-            choice = self.chooser.first(output.logits[:, 0], slot)
+            choice = self.chooser.first(output.logits, slot)
             job.state = JobState.RUNNING
             events = results.emit(self, slot, choice.tokens, choice.reported)
         ms = 1000 * (time.perf_counter() - start)

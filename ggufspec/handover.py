@@ -2,14 +2,18 @@
 
 PyTorch copies between two GPUs on their current streams and makes each wait for the other: a device that hands a prompt
 chunk on would wait for the one before to be finished there. Here copies run on streams of their own.
+
+While a step over several devices is captured, its recorder is asked instead (see relay): it has to know where the work
+of one device ends and that of another begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +23,45 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _streams: dict[tuple[torch.device, torch.device, torch.device], Any] = {}
 
 
+class Recorder(Protocol):
+    """What records work on several devices."""
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Inside, work is the device's."""
+
+    def carry(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """`hand_over` between two devices."""
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)  # at work in this thread
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, kernels are launched on the device: Triton goes by the current one, not by the tensors'."""
+    recording = recorder.get()
+    if recording is not None:
+        return recording.on(device)
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Journey:
+    """`on` for work that goes on to other devices: inside it is `at` one of them after the other."""
+
+    def __init__(self) -> None:
+        self._now = ExitStack()
+        self._device: torch.device | None = None
+
+    def __enter__(self) -> Journey:
+        return self
+
+    def __exit__(self, *how: Any) -> None:
+        self._now.close()
+
+    def at(self, device: torch.device) -> None:
+        if device != self._device:
+            self._now.close()
+            self._now.enter_context(on(device))
+            self._device = device
 
 
 def on_own_device(method: Method) -> Method:
@@ -50,6 +90,9 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor],
     """`hand_over` whose target does not wait yet: `wait_for` the second value before the tensors are read there."""
     if not tensors or tensors[0].device == device:
         return list(tensors), None
+    recording = recorder.get()
+    if recording is not None:
+        return recording.carry(tensors, device), None
     source = tensors[0].device
     if source.type != "cuda" or device.type != "cuda":
         return [t.to(device, non_blocking=source.type == "cpu" and t.is_pinned()) for t in tensors], None
@@ -68,6 +111,14 @@ def wait_for(arrived: Any, device: torch.device) -> None:
     """Let the device's stream wait for what was sent."""
     if arrived is not None:
         torch.cuda.current_stream(device).wait_event(arrived)
+
+
+def wait_for_copies(source: torch.device) -> None:
+    """Let the device's stream wait for all copies from it: what they read is written over next. Memory that is not
+    fixed needs no such care, it is not used anew before."""
+    for (device, own, _), out in _streams.items():
+        if device == own == source:
+            torch.cuda.current_stream(source).wait_stream(out)
 
 
 def _stream(device: torch.device, source: torch.device, target: torch.device) -> Any:

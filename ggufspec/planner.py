@@ -165,6 +165,8 @@ class Planner:
             for device in {layer.device for layer in part.model.layers}:
                 if q.graphs and device.type == "cuda":
                     add(device, "graphs", self._graphs(part, device))
+            for device in self._beside(part) if q.graphs else ():
+                add(device, "graphs", self._steps(part, device))
         return Plan(n_ctx, found, {device: q.memory_of(device) for device in found})
 
     def _add_layer(self, layer: object, n_ctx: int, add: Callable[[torch.device, str, int], None]) -> None:
@@ -189,39 +191,71 @@ class Planner:
         return self._known[like, n_ctx]
 
     def _workspace(self, part: Part, device: torch.device) -> int:
-        """The most that a step's intermediate tensors take at once: those of a prompt chunk in a layer, or logits."""
-        logits = self._n_rows(part) * self.question.config.n_vocab * 4 * LOGITS_COPIES if device == part.output else 0
-        return max(self._chunk(part, self.question.n_ubatch), logits)
+        """The most that work outside graphs takes at once: a prompt chunk in a layer, or logits; unpacked weights."""
+        q = self.question
+        is_captured = q.graphs and padded_width(q.n_ubatch) in WIDTHS
+        between = self._between(part) if is_captured and len({layer.device for layer in part.model.layers}) > 1 else 0
+        rows = between if is_captured else self._chunk(part, q.n_ubatch)
+        return self._unpacked(part) + max(rows, self._logits(part, device))
+
+    def _unpacked(self, part: Part) -> int:
+        """The buffer of unpacked weights, which graphs use too: gate and up together, the largest launch of a layer."""
+        config = self.question.config
+        return min(SCRATCH_BYTES, 2 * 2 * max(config.feed_forward_length) // len(self.parts) * config.embedding_length)
 
     def _chunk(self, part: Part, T: int) -> int:
         """Intermediate tensors of a prompt chunk of T rows in a layer."""
         config = self.question.config
         D, F = config.embedding_length, max(config.feed_forward_length) // len(self.parts)
         mixers = [prompt_bytes(layer, T) for layer in part.model.cache_layers if isinstance(layer, RecurrentLayer)]
-        unpacked = min(SCRATCH_BYTES, 2 * 2 * F * D)  # gate and up together, the largest launch of a layer
-        return unpacked + max([4 * T * 3 * F, *mixers]) + 4 * T * 6 * D
+        return max([4 * T * 3 * F, *mixers]) + 4 * T * 6 * D
+
+    def _between(self, part: Part) -> int:
+        """Rows and taps of the chunks that a device has made and not yet given to the next."""
+        return 2 * 4 * self.question.n_ubatch * self.question.config.embedding_length * (1 + part.taps)
 
     def _n_rows(self, part: Part) -> int:
         """Rows of the widest step: all slots, each with its last token and a full draft."""
         return self.question.n_slots * (1 + (self.question.draft.n_max if part.drafters else 0))
 
     def _graphs(self, part: Part, device: torch.device) -> int:
-        """Graphs share one pool a device, as large as the largest needs; while one is captured, states are set aside.
-
-        With layers on several devices graphs end before the head.
-        """
+        """Graphs share one pool a device, as large as the largest needs; states are set aside while one is captured."""
         q, config = self.question, self.question.config
         states = sum(
             state_bytes(layer) for layer in part.model.cache_layers
             if isinstance(layer, RecurrentLayer) and layer.device == device
         )
-        is_whole = all(layer.device == part.output for layer in part.model.layers)
-        logits = self._n_rows(part) * config.n_vocab * 4 * LOGITS_COPIES if is_whole else 0
-        n_graphs = len(entry_counts(1, q.n_slots)) * (q.n_widths if part.drafters else 1)
         widths = [width for width in WIDTHS if width <= padded_width(q.n_ubatch)]
-        pool = max(logits, self._chunk(part, widths[-1]))
+        chunk, logits = self._chunk(part, widths[-1]), self._logits(part, device)
         results = 4 * sum(widths) * config.embedding_length
-        return pool + results + (n_graphs + len(widths)) * GRAPH_BYTES + q.n_slots * states
+        more = max(chunk - logits, 0) + results + len(widths) * GRAPH_BYTES + q.n_slots * states
+        return self._steps(part, device) + more
+
+    def _steps(self, part: Part, device: torch.device) -> int:
+        """Of it what the captured steps take on a device: logits, what crosses between devices, the driver's memory."""
+        q = self.question
+        n_graphs = len(entry_counts(1, q.n_slots)) * (q.n_widths if part.drafters else 1)
+        stream = 4 * self._n_rows(part) * q.config.embedding_length * (1 + part.taps)
+        crossing = 2 * stream if len(self._of_a_step(part)) > 1 else 0  # what comes and what goes
+        return self._logits(part, device) + crossing + n_graphs * GRAPH_BYTES
+
+    def _logits(self, part: Part, device: torch.device) -> int:
+        """Bytes of the logits of a step where the target or a drafter makes them or chooses from them."""
+        places = {part.output} if self.question.is_tensor else {part.output, *(place for place, _ in part.drafters)}
+        return self._n_rows(part) * self.question.config.n_vocab * 4 * LOGITS_COPIES if device in places else 0
+
+    def _of_a_step(self, part: Part) -> set[torch.device]:
+        """The devices that a captured step works on: those of one process, GPUs all of them."""
+        devices = {layer.device for layer in part.model.layers} | {part.output}
+        drafting = set() if self.question.is_tensor else {device for device, _ in part.drafters}
+        return devices | {device for device in drafting if device.type == "cuda"}
+
+    def _beside(self, part: Part) -> set[torch.device]:
+        """GPUs that have a part in captured steps without a layer of the target."""
+        devices = self._of_a_step(part)
+        if any(device.type != "cuda" for device in devices):
+            return set()
+        return devices - {layer.device for layer in part.model.layers}
 
     def largest(self, device: torch.device | None = None, most: int | None = None) -> int:
         """The largest context a slot can have so that `device` (None: every device) has room, 0 when none.

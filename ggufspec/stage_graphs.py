@@ -1,7 +1,8 @@
-"""A target whose layers lie on several GPUs: one graph a stage and shape, chained by the hand-over of the rows.
+"""A target whose layers lie on several devices: one graph a stage and shape, chained by the hand-over of the rows.
 
-What lies between and after the stages (the copies, head, choice, drafter) is launched one by one. Prompt chunks are
-captured like decode steps: launched one by one, the host would be slower than the devices together.
+So prompt chunks go through it, several at once: launched one by one, the host would be slower than the devices
+together. Decode steps have tapes (see relay), unless some layers are on the CPU: then the stages on GPUs are captured
+here, and what lies between and after them (the copies, head, choice, drafter) is launched one by one.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from ggufspec.tools.logits_file import LogitsFile
 from ggufspec.tools.perplexity_stats import HEADER, Comparison, mean_and_error, perplexity_of
 from ggufspec.tools.runtime import check_context, loading_bar, open_model_file, place, with_rope_options
 from ggufspec.tools.settings import Settings
+from ggufspec.unjoined import whole
 from ggufspec.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def chunk_logits(model: Model, tokenizer: Tokenizer, chunks: np.ndarray, setting
             rows = prompt_rows(tokens[start:end], 0, start)
             output = model.forward(rows, cache, logits="all" if start >= first else "none")
             if output.logits is not None:
-                scored.append(output.logits[0])
+                scored.append(whole(output.logits)[0])
         yield torch.cat(scored)[:-1]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..handover import on
+from ..handover import hand_over, on
 from ..kernels import gdn, kv
 from ..kernels.gdn import Bank, GdnSpec, GdnState
 from ..kernels.kv import KV
@@ -101,10 +101,13 @@ class Cache:
 
         n_rows: those of the step; entries without rows were padding. None: there was no padding.
         """
+        given = [slots, n] if n_rows is None else [slots, n, n_rows]
+        there: dict[torch.device, list[Tensor]] = {}
         for state in self.leaders:
-            there = None if n_rows is None else n_rows.to(state.device)
+            if state.device not in there:
+                there[state.device] = hand_over(given, state.device)
             with on(state.device):
-                gdn.accept(state, slots.to(state.device), n.to(state.device), there)
+                gdn.accept(state, *there[state.device])
 
     def trim(self, slot: int, n: int) -> None:
         """Correct the last `accept` of a slot to n rows; only before the next forward."""

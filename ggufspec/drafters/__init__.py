@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..handover import hand_over
 from ..kernels.kv import KV, fits
 from ..kernels.select import n_passing
 
@@ -34,6 +35,9 @@ class Draft:
     tokens: Tensor  # [B, n] int64
     n_tokens: Tensor  # [B] int64, 0..n
     scores: Tensor  # [B, n] float32, what p_min is compared with; 1 where a drafter has none
+
+    def to(self, device: torch.device) -> Draft:
+        return Draft(*hand_over([self.tokens, self.n_tokens, self.scores], device))
 
 
 @dataclass(frozen=True)

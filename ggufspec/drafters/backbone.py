@@ -13,13 +13,15 @@ from ..kernels.attention import AttentionSpec, attend_prepared
 from ..kernels.conv import add_conv_norm, dynamic_conv, prepared_conv
 from ..kernels.fused import enter, gated
 from ..kernels.kv import KV, norm_rope_store, store_raw
-from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, gather, matmul, prepare
+from ..kernels.matmul import Activation, PackedWeight, WeightGroup, fuse, matmul, prepare
 from ..kernels.norm import rms_norm
 from ..kernels.prepared import add_rms_norm_kept
 from ..models.base import Head, Norm, Opening, Step
 from ..models.layers import Addition, FeedForward, close
 from ..rows import Rows
+from ..unjoined import Joinable, each, whole
 from ..weights import Part, Weights
+from .borrowed import look_up
 from .dflash_config import DFlashConfig
 from .scores import head_opening
 
@@ -123,8 +125,8 @@ class Backbone:
         """The noise block's tokens [B, T] through all layers."""
         scale = self.config.embedding_scale
         step = Step.of(rows)
-        x = gather(self.embedding, rows.tokens.reshape(-1).to(self.embedding.device)).to(self.device)
-        x = (x if scale == 1.0 else x * scale).view(rows.n_batch, rows.width, -1)
+        x = look_up(self.embedding, rows.tokens, self.device)
+        x = x if scale == 1.0 else x * scale
         stream = self.begin(x, self.layers[0].attn_norm, self.layers[0].attn_conv)
         head = head_opening(self.head, self.output_norm, self.device)
         for i, (layer, own) in enumerate(zip(self.layers, kvs)):
@@ -210,16 +212,19 @@ class Backbone:
         x, normed, n = add_rms_norm_kept(x, y, after.weight, after.eps)
         return Stream(x, n, normed)
 
-    def logits(self, block: Block, first: int) -> Tensor:
+    def logits(self, block: Block, first: int) -> Joinable:
         """[B, T - first, V], the block's rows from `first` on; -inf where a reduced vocabulary has no token."""
-        out = block.logits
-        if out is None and block.n is not None and head_opening(self.head, self.output_norm, self.device) is not None:
-            (out,) = matmul(block.n, self.head.group)
-        if out is None:
-            out = self.head(self.hidden(block)).to(self.device)
-        out = out.view(*block.x.shape[:-1], -1)[:, first:]
+        product = block.logits
+        if product is None and block.n is not None and head_opening(self.head, self.output_norm, self.device):
+            (product,) = matmul(block.n, self.head.group)
+        if product is None:
+            logits = self.head.elsewhere(self.hidden(block))
+        else:
+            logits = self.head.logits(product, block.x.shape[:-1])
+        logits = each(logits, lambda part: part[:, first:])
         if self.d2t is None:
-            return out
+            return logits
+        out = whole(logits)
         wide = out.new_full((*out.shape[:-1], self.config.common.n_vocab), -torch.inf)
         wide[..., self.d2t] = out
         return wide

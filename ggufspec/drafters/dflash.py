@@ -15,13 +15,12 @@ from torch import Tensor
 from ..handover import hand_over, on_own_device
 from ..kernels import kv
 from ..kernels.rows import masked_block
-from ..kernels.select import argmax
 from ..rows import Rows
 from ..weights import Weights
 from . import Draft, DraftOptions, check_cells, limit
 from .backbone import Backbone, Block, load_backbone
 from .dflash_config import DFlashConfig, read_dflash_config
-from .scores import first_share
+from .scores import best
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -92,14 +91,14 @@ class BlockDrafter:
     @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
-        slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
+        slots, last, n_past = hand_over([slots, last, n_past], self.device)
         config = self.backbone.config
         width = max(n, self.n_min) + config.first_row  # the block follows what is asked for, not the trained size
         tokens, n_rows = masked_block(last, config.mask_token_id, width, n_past)
         rows = Rows(tokens, slots, n_past, n_rows, tentative=True)
         chosen, scores = self.choose(self.backbone.block(rows, self.kvs), last)
         draft = limit(chosen, scores, n, self.n_min, self.options.p_min)
-        return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+        return draft.to(home)
 
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """Nothing to do: rejected positions are not below n_past and are overwritten."""
@@ -152,8 +151,7 @@ class DFlash(BlockDrafter):
     """DFlash v1: each row's most likely token."""
 
     def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.backbone.logits(block, 1)
-        return argmax(logits), first_share(logits, self.options.p_min)
+        return best(self.backbone.logits(block, 1), self.options.p_min)
 
 
 def load_dflash(

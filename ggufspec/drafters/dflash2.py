@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.matmul import PackedWeight, WeightGroup, matmul
-from ..kernels.select import selector_walk, top_k
+from ..kernels.select import selector_walk
+from ..unjoined import each, top_k
 from ..weights import Weights
 from . import DraftOptions
 from .backbone import Backbone, Block
@@ -28,9 +29,9 @@ class DFlash2(BlockDrafter):
         config = self.backbone.config
         logits = self.backbone.logits(block, 1)  # the anchor's row predicts nothing
         if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
+            logits = each(logits, lambda part: part * config.logit_scale)
         if config.logit_softcap > 0:
-            logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+            logits = each(logits, lambda part: config.logit_softcap * torch.tanh(part / config.logit_softcap))
         values, ids = top_k(logits, config.selector_top_k)
         assert block.n is not None
         (gate,) = matmul(block.n, self.gate)

@@ -10,11 +10,11 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels.matmul import PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.select import confidences, markov_chain, markov_tokens
+from ..unjoined import whole
 from ..weights import Weights
 from . import DraftOptions
 from .backbone import Backbone, Block
 from .dflash import BlockDrafter
-from .scores import first_share
 
 
 class DSpark(BlockDrafter):
@@ -45,11 +45,11 @@ class DSpark(BlockDrafter):
     def choose(self, block: Block, last: Tensor) -> tuple[Tensor, Tensor]:
         first = self.backbone.config.first_row
         hidden = None if self.confidence is None else self.backbone.hidden(block)[:, first:]
-        logits = self.backbone.logits(block, first)
+        logits = whole(self.backbone.logits(block, first))  # each choice adds to all logits of the next row
         if self.backbone.d2t is None:
             tokens, embedded = markov_tokens(logits, last, self.markov_in, self.markov_out)
             if hidden is None or self.confidence is None:
-                return tokens, first_share(logits, 0.0)
+                return tokens, torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
             return tokens, confidences(hidden, embedded, *self.confidence)
         return markov_chain(
             logits,

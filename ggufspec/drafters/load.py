@@ -110,7 +110,9 @@ def load_drafter(
         else:
             assert draft_file is not None
             drafter = load_dflash(Weights(draft_file, progress), own_target, spec.draft, device, **sizes)
-        drafter.capturable = device == target.device  # a graph holds the work of one device
+        # A captured step may be that of several GPUs, but of one process and without the CPU.
+        is_same = device == target.device
+        drafter.capturable = is_same or (ownership is None and device.type == target.device.type == "cuda")
         return cut_length(drafter)
 
     def cut_length(drafter: Drafter) -> Drafter:

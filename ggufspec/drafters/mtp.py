@@ -16,14 +16,14 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..handover import hand_over, on_own_device
 from ..kernels import carry, kv
-from ..kernels.matmul import gather
 from ..kernels.rows import masked_block
-from ..kernels.select import argmax
 from ..models.base import Step
 from ..models.qwen35 import MtpBlock
 from ..rows import Rows
+from ..unjoined import each
 from . import Draft, DraftOptions, check_cells, limit
-from .scores import first_share
+from .borrowed import look_up
+from .scores import best
 from .statistics import Statistics
 
 
@@ -86,7 +86,7 @@ class Mtp:
     @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
-        slots, last, position = (t.to(self.device) for t in (slots, last, n_past))
+        slots, last, position = hand_over([slots, last, n_past], self.device)
         block, one = masked_block(last, 0, 1, position)
         tokens = block[:, 0]
         hidden = carry.before(self.pending, slots, position)
@@ -94,21 +94,20 @@ class Mtp:
         for i in range(n):
             rows = Rows(tokens[:, None], slots, position, one, tentative=True)
             x, logits = self.block.forward(self._embed(rows.tokens), hidden, Step.of(rows), self.kv)
-            logits = logits[:, 0]
-            tokens = argmax(logits)
+            tokens, share = best(each(logits, lambda part: part[:, 0]), self.options.p_min)
             chosen.append(tokens)
-            scores.append(first_share(logits, self.options.p_min))
+            scores.append(share)
             if i + 1 < n:
                 hidden, position = self.block.hidden(x), position + one
         draft = limit(
             torch.stack(chosen, 1), torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
         )
-        return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+        return draft.to(home)
 
     @on_own_device
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """The row that pairs with the next token is that of the last accepted one."""
-        slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
+        slots, n_accepted = hand_over([slots, n_accepted], self.device)
         carry.take(self.pending, self.verified, self.verified_rows, slots, n_accepted)
 
     def record(self, slot: int, n_drafted: int, n_accepted: int) -> None:
@@ -143,6 +142,4 @@ class Mtp:
         self.pending[slot] = state
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        embedding = self.block.embedding
-        x = gather(embedding, tokens.reshape(-1).to(embedding.device)).to(self.device)
-        return x.view(*tokens.shape, -1)
+        return look_up(self.block.embedding, tokens, self.device)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..handover import on_own_device
+from ..handover import hand_over, on_own_device
 from ..kernels.rows import masked_block
-from ..kernels.select import argmax
 from ..rows import Rows
 from . import Draft, DraftOptions, check_cells, limit
-from .scores import first_share
+from .scores import best
 from .statistics import Statistics
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class SmallModel:
     @on_own_device
     def propose(self, slots: Tensor, last: Tensor, n_past: Tensor, n: int) -> Draft:
         home = slots.device
-        slots, last, n_past = (t.to(self.device) for t in (slots, last, n_past))
+        slots, last, n_past = hand_over([slots, last, n_past], self.device)
         known = torch.where(last < self.model.n_vocab, last, 0)
         block, one = masked_block(known, 0, 1, n_past)
         scores = []
@@ -80,17 +79,18 @@ class SmallModel:
             logits = self.model.forward(rows, self.cache, logits="last").logits
             assert logits is not None
             self.cache.accept(slots, torch.zeros_like(slots), one)
-            block = torch.cat([block, argmax(logits)], dim=1)
-            scores.append(first_share(logits[:, 0], self.options.p_min))
+            tokens, share = best(logits, self.options.p_min)
+            block = torch.cat([block, tokens], dim=1)
+            scores.append(share[:, 0])
         draft = limit(
             block[:, 1:], torch.stack(scores, 1), n, min(self.options.n_min, n), self.options.p_min
         )
-        return Draft(draft.tokens.to(home), draft.n_tokens.to(home), draft.scores.to(home))
+        return draft.to(home)
 
     @on_own_device
     def accept(self, slots: Tensor, n_accepted: Tensor) -> None:
         """`last` and the accepted drafts stay. A second call for the same step corrects the first."""
-        slots, n_accepted = slots.to(self.device), n_accepted.to(self.device)
+        slots, n_accepted = hand_over([slots, n_accepted], self.device)
         if self.unaccepted:
             self.cache.accept(slots, n_accepted + 1, n_accepted + 1)
         else:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache
-from ..handover import hand_over, on
+from ..handover import Journey, hand_over, on
 from ..kernels.fused import enter
 from ..kernels.matmul import Activation, PackedWeight, WeightGroup, gather, matmul, prepare
 from ..kernels.norm import rms_norm
 from ..kernels.rope import RopeSpec, tables
 from ..parallel import WHOLE, Shard
 from ..rows import Rows
+from ..unjoined import Joinable, Unjoined, each
 from .config import Config
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ Logits = Literal["all", "last", "none"]
 class Output:
     """What a forward returns; row order is that of `Rows`."""
 
-    logits: Tensor | None  # [B, W, V] for "all", [B, 1, V] (last valid row) for "last"
+    logits: Joinable | None  # [B, W, V] for "all", [B, 1, V] (last valid row) for "last"
     hidden: Tensor  # [B, W, D] after the final norm, the vectors that the head multiplies
     taps: Tensor | None  # [B, W, m * D], residual streams entering the tapped layers, in the order asked for
 
     def first(self, n: int) -> Output:
         """Of the first n entries."""
-        logits = None if self.logits is None else self.logits[:n]
+        logits = None if self.logits is None else each(self.logits, lambda part: part[:n])
         return Output(logits, self.hidden[:n], None if self.taps is None else self.taps[:n])
 
 
@@ -115,7 +116,8 @@ class Layer(Protocol):
 
 @dataclass
 class Head:
-    """The output matrix, wherever its rows lie: hidden rows in, all logits out. Drafters borrow it."""
+    """The output matrix, wherever its rows lie: hidden rows in, logits out, those of a part if ranks have the others.
+    Drafters borrow it."""
 
     group: WeightGroup  # one weight, the rows held here
     shard: Shard = WHOLE
@@ -129,13 +131,28 @@ class Head:
     def n_rows(self) -> int:
         return self.bounds[-1][1] if self.bounds is not None else self.group.n_rows[0]
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of all logits those that the rows held here give."""
+        return (0, self.n_rows) if self.bounds is None else self.bounds[self.shard.rank]
+
+    def __call__(self, hidden: Tensor) -> Joinable:
         """[.., D], moved to the head's device if need be, to [.., n_rows] float32 there."""
-        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.device)
-        (out,) = matmul(prepare(flat), self.group)
-        if self.bounds is not None:
-            out = self.shard.join(out, self.bounds)
-        return out.view(*hidden.shape[:-1], -1)
+        (flat,) = hand_over([hidden.reshape(-1, hidden.shape[-1])], self.device)
+        with on(self.device):
+            (out,) = matmul(prepare(flat), self.group)
+        return self.logits(out, hidden.shape[:-1])
+
+    def logits(self, product: Tensor, shape: Sequence[int]) -> Joinable:
+        """What `group` made of hidden rows, as logits of rows of this shape."""
+        out = product.view(*shape, product.shape[-1])
+        return out if self.bounds is None or self.shard.group is None else Unjoined(out, self.shard, self.bounds)
+
+    def elsewhere(self, hidden: Tensor) -> Joinable:
+        """The same for rows of another device, with the logits back there."""
+        (there,) = hand_over([hidden], self.device)
+        with on(self.device):
+            return each(self(there), lambda part: hand_over([part], hidden.device)[0])
 
 
 @dataclass(frozen=True)
@@ -193,23 +210,26 @@ class Model:
 
         Tapped streams travel along with the residual: fetched at the end, they would stop the devices before.
         """
-        with on(self.embedding.device):
-            x = self.embed(rows.to(self.embedding.device).tokens)
-        tapped: dict[int, Tensor] = {}
-        for stage in self.stages:
-            wanted = tuple(i for i in range(stage.start, stage.stop) if i in taps)
-            x, *carried = hand_over([x, *tapped.values()], stage.device)
-            tapped = dict(zip(tapped, carried))
-            with on(stage.device):
-                here = rows.to(stage.device)
+        with Journey() as journey:
+            here = rows.to(self.embedding.device)
+            journey.at(self.embedding.device)
+            x = self.embed(here.tokens)
+            tapped: dict[int, Tensor] = {}
+            for stage in self.stages:
+                wanted = tuple(i for i in range(stage.start, stage.stop) if i in taps)
+                x, *carried = hand_over([x, *tapped.values()], stage.device)
+                tapped = dict(zip(tapped, carried))
+                here = here if here.tokens.device == stage.device else rows.to(stage.device)
+                journey.at(stage.device)
                 x, streams = (run or self.run_stage)(stage, here, x, cache, wanted)
-            tapped |= zip(wanted, streams)
-        x, *carried = hand_over([x, *tapped.values()], self.device)
-        tapped = dict(zip(tapped, carried))
-        with on(self.device):
+                tapped |= zip(wanted, streams)
+            x, *carried = hand_over([x, *tapped.values()], self.device)
+            tapped = dict(zip(tapped, carried))
+            here = here if here.tokens.device == self.device else rows.to(self.device)
+            journey.at(self.device)
             hidden = rms_norm(x, self.output_norm, self.config.layer_norm_rms_epsilon)
             features = torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
-            return Output(self.logits(hidden, rows.to(self.device), logits), hidden, features)
+            return Output(self.logits(hidden, here, logits), hidden, features)
 
     def run_stage(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
                   ) -> tuple[Tensor, list[Tensor]]:
@@ -227,7 +247,7 @@ class Model:
         x = gather(self.embedding, tokens.reshape(-1)).view(*tokens.shape, -1)
         return x * self.embedding_scale if self.embedding_scale != 1.0 else x
 
-    def logits(self, hidden: Tensor, rows: Rows, which: Logits) -> Tensor | None:
+    def logits(self, hidden: Tensor, rows: Rows, which: Logits) -> Joinable | None:
         if which == "none":
             return None
         if which == "last":
@@ -235,11 +255,13 @@ class Model:
             hidden = hidden.gather(1, last)
         return self.project(hidden)
 
-    def project(self, hidden: Tensor) -> Tensor:
+    def project(self, hidden: Tensor) -> Joinable:
         """[B, W, D] normed hidden rows through the head: [B, W, V] float32."""
         out = self.head(hidden)
         if self.head_bias is not None:
-            out = out + self.head_bias
+            start, stop = self.head.columns
+            bias = self.head_bias[start:stop]
+            out = each(out, lambda part: part + bias)
         if self.logit_softcap > 0.0:
-            out = self.logit_softcap * torch.tanh(out / self.logit_softcap)
+            out = each(out, lambda part: self.logit_softcap * torch.tanh(part / self.logit_softcap))
         return out

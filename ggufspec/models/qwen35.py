@@ -21,6 +21,7 @@ from ..kernels.prepared import gated_norm, rms_norm_pair
 from ..kernels.rope import RopeSpec
 from ..parallel import WHOLE, Cut, Shard, unit_granularity
 from ..placement import Placement
+from ..unjoined import Joinable
 from ..weights import Part, Weights
 from .assemble import CacheLayer, assemble, kv_layer
 from .base import Head, Model, Norm, Opened, Opening, Step
@@ -286,14 +287,13 @@ class MtpBlock:
         (x,) = matmul(rms_norm_pair(embedded, hidden, self.enorm, self.hnorm, self.eps), self.eh_proj)
         return x.view(embedded.shape)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> tuple[Tensor, Tensor]:
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> tuple[Tensor, Joinable]:
         """As `join`, to the stream [B, W, D] after the block and its logits [B, W, V], wherever the head lies."""
-        here = self.head.device == self.device and self.head.bounds is None
-        after = Opening(self.head_norm, self.head.group) if here else None
+        after = Opening(self.head_norm, self.head.group) if self.head.device == self.device else None
         x, opened = self.block.run(self.join(embedded, hidden), None, step, kv, after)
         if opened is None:
-            return x, self.head(self.hidden(x)).to(self.device)
-        return x, opened.products[0].view(*x.shape[:-1], -1)
+            return x, self.head.elsewhere(self.hidden(x))
+        return x, self.head.logits(opened.products[0], x.shape[:-1])
 
     def remember(self, embedded: Tensor, hidden: Tensor, step: Step, kv: KV) -> None:
         """What `forward` leaves in the cache, and nothing else of it."""

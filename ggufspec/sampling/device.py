@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ggufspec.kernels import select
 from ggufspec.kernels.draw import Limits, draw
 from ggufspec.sampling.params import SamplingParams
 from ggufspec.sampling.uniform import CHOICE, stream_key
+from ggufspec.unjoined import Joinable, Unjoined, joined_for, top_k, whole
 
 
 @dataclass
@@ -109,13 +109,14 @@ def penalize(logits: Tensor, history: Tensor, params: RowParams) -> Tensor:
     return wide[:, :-1]
 
 
-def top_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_candidates(logits: Joinable, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row, falling; equal logits by rising id.
 
     logits [R, V] float32 without NaN. Returns (logits [R, k] float32, ids [R, k] int64).
     """
-    if logits.is_cuda:
-        return select.top_k(logits, k)
+    logits = joined_for(logits, k)
+    if isinstance(logits, Unjoined) or logits.is_cuda:
+        return top_k(logits, k)
     bits = (logits + 0.0).contiguous().view(torch.int32)  # + 0.0: no negative zero, which would order below zero
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -137,7 +138,7 @@ class Choice:
 
 
 def sample(
-    logits: Tensor, params: RowParams, positions: Tensor, n_candidates: int, history: Tensor | None = None
+    logits: Joinable, params: RowParams, positions: Tensor, n_candidates: int, history: Tensor | None = None
 ) -> Choice:
     """One token per row. logits [R, V] float32 (bias and mask already in it), positions [R] int64 (the
     place the token will take), `n_candidates` a Python int >= every row's top_k, history as in `penalize`
@@ -146,7 +147,7 @@ def sample(
     No host synchronization, no data-dependent shape: fit for CUDA graph capture.
     """
     if history is not None:
-        logits = penalize(logits, history, params)
+        logits = penalize(whole(logits), history, params)
     best, ids = top_candidates(logits, min(n_candidates, logits.shape[1]))
     tokens, weights = draw(best, ids, params, positions)
     return Choice(tokens, ids, weights)

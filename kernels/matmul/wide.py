@@ -96,21 +96,21 @@ def unpack_half(out: Tensor, weight: PackedWeight, first: int) -> None:
     )  # fmt: skip
 
 
-_scratch: dict[torch.device, Tensor] = {}
+scratch_of: dict[torch.device, Tensor] = {}  # see `scratch`
+_recorded: dict[int, Tensor] = {}  # by address: buffers that graphs write to, kept after larger ones take their place
 
 
 def scratch(n: int, device: torch.device) -> Tensor:
     """n float16 of the device's one buffer for unpacked weights: what a product reads until the next is queued.
 
-    One stream a device uses it, that of the model's forward. A graph being captured gets memory of its own: it would
-    go on writing to a buffer that has been replaced by a larger one.
+    One stream a device uses it, that of the model's forward, graphs and all.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.empty(n, dtype=torch.float16, device=device)
-    held = _scratch.get(device)
+    held = scratch_of.get(device)
     if held is None or held.numel() < n:
-        _scratch.pop(device, None)
-        held = _scratch[device] = torch.empty(n, dtype=torch.float16, device=device)
+        scratch_of.pop(device, None)
+        held = scratch_of[device] = torch.empty(n, dtype=torch.float16, device=device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _recorded[held.data_ptr()] = held
     return held[:n]
 
 

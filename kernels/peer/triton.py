@@ -47,8 +47,8 @@ def n_missing(words, call):
 
 
 @triton.jit
-def awaited(at, mask, call, late_ptr, limit):
-    """Step 2: the numbers at `at` once all words there are of this call. limit: polls, 0 for ever."""
+def awaited_bits(at, mask, call, late_ptr, limit):
+    """Step 2: the numbers at `at`, as int32, once all words there are of this call. limit: polls, 0 for ever."""
     nothing = call.to(tl.int64) << 32
     words = tl.load(at, mask, nothing, volatile=True)
     missing = n_missing(words, call)
@@ -59,7 +59,12 @@ def awaited(at, mask, call, late_ptr, limit):
         n_polls += 1
     if missing > 0:
         tl.store(late_ptr, 1)
-    return words.to(tl.int32).to(tl.float32, bitcast=True)
+    return words.to(tl.int32)
+
+
+@triton.jit
+def awaited(at, mask, call, late_ptr, limit):
+    return awaited_bits(at, mask, call, late_ptr, limit).to(tl.float32, bitcast=True)
 
 
 @triton.jit

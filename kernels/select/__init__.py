@@ -7,7 +7,7 @@ from ggufspec.kernels.select.rooms import room
 
 __all__ = [
     "argmax", "confidences", "log_probability", "log_softmax", "markov_chain", "markov_tokens", "n_passing",
-    "selector_walk", "top_k", "top_k_softmax",
+    "selector_walk", "top_k",
 ]  # fmt: skip
 
 
@@ -20,12 +20,6 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """x [.., V] float32 to (values, ids int64) [.., k], descending; the lower id first among equals. k <=
     V."""
     return room(x).top_k(x, k)
-
-
-def top_k_softmax(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """x [.., V] to (probabilities, ids) [.., k]: the softmax over the k largest alone."""
-    values, ids = top_k(x, k)
-    return values.softmax(-1), ids
 
 
 def log_softmax(x: Tensor) -> Tensor:

@@ -63,22 +63,28 @@ class Family:
         return Engine(self.model, self.tokenizer, drafter=drafter, n_slots=n_slots, n_ctx=n_ctx, ahead=ahead, **options)
 
 
+def positions_of(value: Any) -> Sequence[torch.Tensor]:
+    """Those that rows have made of themselves so far."""
+    return vars(value).get("_positions", ()) if isinstance(value, Rows) else ()
+
+
 class Replay:
     """Runs its stage on the fixed inputs and writes the fixed outputs, as a graph does."""
 
     def __init__(self, stage: Callable[..., Any], inputs: tuple[torch.Tensor, ...]):
         self.stage, self.inputs = stage, inputs
         self.outputs = stage(*inputs)
+        self.made = [positions_of(place) for place in self.outputs]  # a graph makes these anew, no others
 
     def replay(self) -> None:
         made = self.stage(*self.inputs)
         for place, value in zip(tensors_of(self.outputs), tensors_of(made), strict=True):
             place.copy_(value)
-        for place, value in zip(self.outputs, made):
+        for place, value, positions in zip(self.outputs, made, self.made):
             if isinstance(place, Laps):
                 place.marks = value.marks
-            if isinstance(place, Rows):  # what follows from its tensors, which a graph would have made anew
-                vars(place).pop("_positions", None)
+            for own, new in zip(positions, positions_of(value), strict=True):
+                own.copy_(new)
 
 
 class Replays(Graphs):

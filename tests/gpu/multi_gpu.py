@@ -4,11 +4,12 @@
     python tests/gpu/multi_gpu.py --cpu 4 --json out.json                # logical CPU devices, the bundled models
     python tests/gpu/multi_gpu.py -m target.gguf --dspark d.gguf --dflash2 e.gguf --only speed,prefill --json out.json
 
-Parts: sums (between ranks, GPUs only), tokens (the bundled family: every split, drafter and place), speed (tensor split
-over 1, 2, 4... devices), prefill (layer split against one device), plan (planner against allocator, GPUs only). Each
-task is a set of processes with a limit of its own; one that takes longer is ended and said to have failed, with what it
-had found by then and where its ranks stood. Tasks that share no device's time, or need none, run at once. The JSON and,
-beside it, a Markdown table are written after every task. The exit status is 1 when anything failed or a token differed.
+Parts: sums (and choices between ranks, GPUs only), tokens (the bundled family: every split, drafter, place), speed
+(tensor split over 1, 2, 4... devices), prefill (layer split against one device), plan (planner against allocator, GPUs
+only). Each task is a set of processes with a limit of its own; one that takes longer is ended and said to have failed,
+with what it had found by then and where its ranks stood. Tasks that share no device's time, or need none, run at once.
+The JSON and, beside it, a Markdown table are written after every task. The exit status is 1 when anything failed or a
+token differed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ggufspec import bundled
 Data = dict[Any, Any]
 FOLDER = Path(__file__).parent
 ROWS, COLUMNS = (1, 3, 8, 16, 32, 64), 5120
+VOCABULARY, CANDIDATES = 248320, 20
 LOG_LINES = 40  # of a rank that failed, for the results
 # Seconds a task may take. Most of it is for kernels that no run before has compiled.
 LIMITS = {"sums": 120.0, "tokens": 240.0, "speed": 240.0, "prefill": 240.0, "plan": 240.0}
@@ -206,12 +208,15 @@ def last_line(log: Any) -> str:
 def sums(session: Session, out: Data) -> None:
     """Sums between the ranks, through peer memory and through the library."""
     for n in session.counts[1:]:
-        more = dict(rows=ROWS, columns=COLUMNS)
+        more = dict(rows=ROWS, columns=COLUMNS, vocabulary=VOCABULARY, candidates=CANDIDATES)
         session.run(Task("sums", "tensor", session.devices[:n], [1] * n, out, n, more))
         for rank, found in enumerate(out[n].get("all", [])):
             wrong = [T for T, equal in found["equal"].items() if not all(equal)]
             if wrong:
                 session.errors.append(f"sums of {n}: other bits on rank {rank} for {', '.join(wrong)} rows")
+            wrong = [T for T, equal in found["chosen"].items() if not all(equal)]
+            if wrong:
+                session.errors.append(f"sums of {n}: other candidates on rank {rank} for {', '.join(wrong)} rows")
             if not session.is_cpu and not found["link"]:
                 session.errors.append(f"sums of {n}: rank {rank} has no peer memory")
 
@@ -356,6 +361,12 @@ def tables(results: Data) -> Iterator[str]:
                 same = all(equal) if found["link"] else "no peer memory"
                 times = (number(us.get(key), 1) for key in ("alone", "gathered", "peer"))
                 yield f"| {T} | {' | '.join(times)} | {same} |"
+            yield f"\nThe best {CANDIDATES} of {VOCABULARY} logits over {n} ranks, microseconds:\n"
+            yield "| rows | joined logits | gathered candidates | peer memory | same tokens |\n|---|---|---|---|---|"
+            for T, equal in found["chosen"].items():
+                us = found["chosen_us"].get(T, {})
+                times = (number(us.get(key), 1) for key in ("joined", "gathered", "peer"))
+                yield f"| {T} | {' | '.join(times)} | {all(equal)} |"
     runs = results.get("tokens", {}).get("runs", {})
     if runs:
         yield "\n| split | streams | with the tokens of one device |\n|---|---|---|"

@@ -231,6 +231,41 @@ def sums(task: Data, ranks: Ranks, found: Data, save: Save) -> None:
             }
         print(T, found["equal"][T], found["us"].get(T), flush=True)
         save()
+    candidates(task, ranks, found, save)
+
+
+def candidates(task: Data, ranks: Ranks, found: Data, save: Save) -> None:
+    """What ranks choose from their parts of logits, through peer memory and through the library, against the choice
+    from the whole; and their times."""
+    from ggufspec.kernels import select
+    from ggufspec.parallel import Shard
+    from ggufspec.unjoined import Unjoined, argmax, top_k, whole
+
+    device, V, k = ranks.device, task["vocabulary"], task["candidates"]
+    through_group = Shard(ranks.rank, ranks.shares, ranks.devices)
+    bounds = ranks.shard.bounds(V, 64)
+    assert bounds is not None
+    start, stop = bounds[ranks.rank]
+    found |= {"chosen": {}, "chosen_us": {}}
+    for T in task["rows"]:
+        x = torch.randn(T, V, generator=torch.Generator().manual_seed(T))
+        x[T // 2] = x[T // 2].round()  # ties
+        x = x.to(device)
+        values, ids = select.top_k(x, k)
+        parts = [Unjoined(x[:, start:stop].contiguous(), shard, bounds) for shard in (ranks.shard, through_group)]
+        found["chosen"][T] = [
+            torch.equal(argmax(part), ids[:, 0]) and all(map(torch.equal, top_k(part, k), (values, ids)))
+            for part in parts
+        ]
+        if device.type == "cuda":
+            ways = {
+                "joined": lambda logits=parts[1]: top_k(whole(logits), k),
+                "gathered": lambda logits=parts[1]: top_k(logits, k),
+                "peer": (lambda logits=parts[0]: top_k(logits, k)) if ranks.link is not None else None,
+            }
+            found["chosen_us"][T] = {name: way and timed(way, ranks, n=16) for name, way in ways.items()}
+        print(T, found["chosen"][T], found["chosen_us"].get(T), flush=True)
+        save()
 
 
 def gather_add_norm(shard: Any, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> Any:

@@ -10,7 +10,8 @@ FOLDER = Path(__file__).parent
 
 def environment(**more: str) -> dict[str, str]:
     """This folder's modules can be imported; kernels are interpreted only where a process says so itself."""
-    held = {**os.environ, "PYTHONPATH": str(FOLDER), "OMP_NUM_THREADS": "1", **more}
+    path = os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))
+    held = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
     held.pop("TRITON_INTERPRET", None)
     return held
 

@@ -5,6 +5,7 @@ import torch
 from random_blocks import random_raw
 
 from ggufspec.kernels import matmul as mm
+from ggufspec.kernels.matmul import wide
 from ggufspec.kernels.matmul.decode import DECODERS, decode
 from ggufspec.kernels.matmul.repack import FORMS
 
@@ -141,3 +142,23 @@ def test_many_rows_prepared_one_by_one():
     (y,) = mm.matmul(triton.prepare(x), group)
     expected = x.double() @ decode(raw, "Q4_K").cuda().double().T
     assert float(((y - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 1e-3
+
+
+def test_a_graph_keeps_the_buffer_of_unpacked_weights_that_it_writes_to():
+    """A larger product takes a larger buffer: what the graph had recorded stays its own, and its results right."""
+    small, large = (mm.pack(random_raw("Q4_K", n, 2048), "Q4_K", (n, 2048), "cuda") for n in (512, 4096))
+    x = torch.randn(500, 2048, device="cuda")
+    wide.scratch_of.pop(x.device, None)
+    expected = mm.matmul(x, mm.fuse([small]))[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    group = mm.fuse([small])
+    with torch.cuda.graph(graph):
+        (y,) = mm.matmul(x, group)
+    address = wide.scratch_of[x.device].data_ptr()
+    mm.matmul(x, mm.fuse([large]))
+    assert wide.scratch_of[x.device].data_ptr() != address
+    poison()
+    taken = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    graph.replay()
+    assert torch.equal(y, expected)
+    assert all(t.isnan().all() for t in taken)

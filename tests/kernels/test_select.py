@@ -39,9 +39,6 @@ def test_probabilities():
     expected = x.double().log_softmax(-1)
     assert torch.allclose(select.log_softmax(x).double(), expected, atol=1e-5)
     assert torch.allclose(select.log_probability(x, ids).double(), expected.gather(-1, ids), atol=1e-5)
-    probabilities, best = select.top_k_softmax(x, 5)
-    assert torch.allclose(probabilities, x.gather(-1, best).softmax(-1))
-    assert torch.equal(best, select.top_k(x, 5)[1])
 
 
 def test_n_passing_counts_the_leading_ones():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import run_ranks
 
 from ggufspec import bundled
 from ggufspec.errors import PlacementError
@@ -24,26 +23,9 @@ from ggufspec.tools.runtime import drafter_owner
 WORKER = Path(__file__).with_name("rank_worker.py")
 
 
-def run_ranks(shares: list[float], out: Path, *more: str) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    text = ",".join(map(str, shares))
-    ranks = [
-        subprocess.Popen([sys.executable, str(WORKER), str(r), text, str(out), *more], env=environment,
-                         stderr=subprocess.PIPE)
-        for r in range(len(shares))
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=300)
-        assert rank.returncode == 0, errors.decode()[-2000:]
-    return [json.loads(Path(f"{out}.{r}").read_text()) for r in range(len(shares))]
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return run_ranks([1.0], tmp_path_factory.mktemp("alone") / "out")[0]
+    return run_ranks(WORKER, [1.0], tmp_path_factory.mktemp("alone") / "out")[0]
 
 
 @pytest.mark.slow
@@ -51,7 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_ranks_emit_the_tokens_of_one_device(shares: list[float], alone: dict, tmp_path: Path) -> None:
     """Plain and every drafter, greedy and sampled."""
     assert len(alone["tokens"]) == 8
-    for result in run_ranks(shares, tmp_path / "out"):
+    for result in run_ranks(WORKER, shares, tmp_path / "out"):
         assert result["tokens"] == alone["tokens"]
 
 
@@ -60,7 +42,7 @@ def test_ranks_emit_the_tokens_of_one_device(shares: list[float], alone: dict, t
 def test_a_drafter_on_one_rank_drafts_for_all(shares: list[float], owner: int, alone: dict, tmp_path: Path) -> None:
     """The tokens of one device, and as many accepted drafts: every rank was given those of the owner. Steps are
     launched before the results of the ones before are read."""
-    for result in run_ranks(shares, tmp_path / "out", str(owner), "ahead"):
+    for result in run_ranks(WORKER, shares, tmp_path / "out", str(owner), "ahead"):
         assert result["tokens"] == alone["tokens"]
         assert result["accepted"] == alone["accepted"]
         assert all(result["accepted"][f"{name} 0"] > 0 for name in ("draft-mtp", "draft-dspark", "draft-dflash"))
@@ -125,6 +107,7 @@ def test_the_command_starts_its_own_ranks() -> None:
         for extra in (
             ["-sm", "none"], ["-sm", "layer"], ["-sm", "tensor", "-ts", "1,1", "--spec-type", "draft-mtp"],
             ["-sm", "tensor", "--spec-type", "draft-mtp", "--device-draft", "CPU1"],
+            ["--device", "CPU0,CPU1,CPU2", "-sm", "tensor", "-ts", "1,0,2"],
         )
     ]
     assert all(text == texts[0] for text in texts) and len(texts[0]) > 10

@@ -13,10 +13,12 @@ from headers import write_header
 
 from ggufspec import bundled
 from ggufspec.best_split import best_split
+from ggufspec.capture import entry_counts
 from ggufspec.drafters import DraftOptions
+from ggufspec.drafters.dflash_config import read_dflash_config
 from ggufspec.drafters.load import SpecOptions, load_drafter
 from ggufspec.errors import ConfigError
-from ggufspec.gguf_file import open_gguf
+from ggufspec.gguf_file import GGUFFile, open_gguf
 from ggufspec.kernels.matmul import PackedWeight, cuda, repack
 from ggufspec.kernels.matmul.sizes import launch_bytes, packed_bytes
 from ggufspec.models import load_model, read_config
@@ -195,6 +197,29 @@ def test_the_drafter_is_counted_where_it_lies(big: dict[str, Path]) -> None:
         assert [p[part] > 0 for p in last.parts.values()] == [False, False, True]
         assert [p[part] > 0 for p in first.parts.values()] == [True, False, False]
         assert in_all(last, part) == in_all(first, part)
+
+
+def test_captured_steps_are_counted_on_all_their_devices(big: dict[str, Path]) -> None:
+    """The head's logits and the drafter's on their devices; what crosses between devices on both sides of it."""
+    one, two, three = cuda_devices(3)
+    draft, n_rows = open_gguf(big["dspark"]), 4 * 8
+    asked = question(big["target"], (one, two), 32, draft_file=draft, draft=DraftOptions(n_max=7), n_slots=4,
+                     shares=(1.0, 1.0))
+    graphs = {name: {device: parts["graphs"] for device, parts in Planner(q).plan(4096).parts.items()}
+              for name, q in {"last": asked, "first": replace(asked, draft_device=one), "beside": replace(
+                  asked, draft_device=three), "none": replace(asked, graphs=False)}.items()}  # fmt: skip
+    logits = 3 * 4 * n_rows * 32000
+    assert set(graphs["none"].values()) == {0}
+    assert graphs["last"][two] == graphs["first"][two] == graphs["beside"][two]
+    assert graphs["last"][one] == graphs["beside"][one] <= graphs["first"][one]
+    crossing = 2 * 4 * n_rows * 5120 * (1 + len(read_taps(draft)))
+    assert graphs["beside"][three] == logits + crossing + (8 << 20) * 2 * len(entry_counts(1, 4))
+    alone = Planner(replace(asked, devices=(one,), memory=(None,), shares=())).plan(4096).parts[one]["graphs"]
+    assert crossing > 0 and graphs["last"][one] + graphs["last"][two] > alone
+
+
+def read_taps(file: GGUFFile) -> tuple[int, ...]:
+    return read_dflash_config(file).target_layers
 
 
 def test_a_sliding_drafters_memory_does_not_follow_the_context(big: dict[str, Path]) -> None:

@@ -14,6 +14,7 @@ from ggufspec.capture import Graphs
 from ggufspec.models import Model
 from ggufspec.prefill import Prefill
 from ggufspec.rows import Rows
+from ggufspec.unjoined import whole
 
 
 class Stepper:
@@ -57,7 +58,8 @@ class Stepper:
             one = torch.ones_like(slots)
             output = self.model.forward(Rows(tokens[:, None], slots, n_past, one, True), self.cache, logits="all")
             self.cache.accept(slots, one)
-            return output.logits
+            assert output.logits is not None
+            return whole(output.logits)
 
         arguments = (host[0], host[1], host[2])
         logits: Tensor = stage(*arguments) if self.graphs is None else self.graphs.run("step", stage, arguments)
