@@ -96,13 +96,17 @@ def llama(target, draft, kinds, prompt=PROMPT, **params):
     kinds = [kinds] if isinstance(kinds, str) else kinds
     with Peer(target, draft=draft, kinds=kinds, verbosity=5, n_threads=1, **cache, **params) as peer:
         answer = peer.complete(prompt, N_PREDICT, ignore_eos=True)
-        return answer, steps_of(peer.log())
+        deadline = time.monotonic() + 20
+        while "stop processing" not in (log := peer.log()) and time.monotonic() < deadline:  # it is written behind
+            time.sleep(0.05)
+        assert "stop processing" in log
+        return answer, steps_of(log)
 
 
 def compare(ours, answer, steps):
     assert ours.tokens[:N_PREDICT] == answer.tokens
     made = [(len(draft), a) for draft, a in ours.steps if draft]
-    assert made[: len(steps)] == steps and len(made) - len(steps) < 5  # its log is written behind
+    assert made[: len(steps)] == steps and len(made) - len(steps) <= 1  # a step that ends the text is not told
     assert (ours.n_drafted, ours.n_accepted) == (answer.n_drafted, answer.n_accepted)
 
 
