@@ -34,7 +34,7 @@ from .prompt_cache import PromptCache
 from .relay import RelayGraphs, graphs_for
 from .sampling import SamplingParams
 from .slot import Slot
-from .stage_graphs import StageGraphs
+from .stage_graphs import stages_for
 from .stats import EngineStats, account
 from .stream import TextStream
 
@@ -88,7 +88,7 @@ class Engine:
         self.crowded: list[Slot] = []  # with more checkpoints on their device than are to stay there
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
-        stages = StageGraphs(target, self.cache) if use_graphs and self._has_stages() else None
+        stages = stages_for(target, self.cache) if use_graphs else None
         graphs = graphs_for(target, drafter, stages, self._mutable) if use_graphs else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead,
                                stages if graphs is None else None)
@@ -103,10 +103,6 @@ class Engine:
         self._results_at = 0.0  # when the host last had a step's results
         self._n_prompt_rows = 0  # evaluated since the last decode step
         self._emitted = 0  # digest of the last step's tokens, see `Inbox`
-
-    def _has_stages(self) -> bool:
-        """Layers on several devices: a prompt's chunks have a graph a stage."""
-        return len(self.target.stages) > 1 and any(stage.device.type == "cuda" for stage in self.target.stages)
 
     def _mutable(self) -> list[Tensor]:
         own = self.cache.mutable() + self.decoder.mutable()
