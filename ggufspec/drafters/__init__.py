@@ -53,7 +53,7 @@ class Drafter(Protocol):
     name: str  # llama.cpp's type name, "draft-mtp"...
     n_max: int  # tokens it can propose per step, after clamping to what it was trained for
     taps: tuple[int, ...]  # target layers whose input it reads
-    capturable: bool  # propose, observe and accept are device work alone: a CUDA graph can hold them
+    capturable: bool  # propose, observe and accept are work of the steps' devices alone: CUDA graphs can hold them
     stats: Statistics  # the caller adds calls and their times, `record` the counts
 
     def begin(self, slot: int, prompt: list[int]) -> None:
