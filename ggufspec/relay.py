@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from .capture import Graphs, Lane
+from .drafters import device_of
 from .handover import recorder
-from .prefill import device_of
 
 if TYPE_CHECKING:
     from .drafters import Drafter

@@ -118,3 +118,9 @@ def limit(tokens: Tensor, scores: Tensor, n: int, n_min: int, p_min: float) -> D
     kept = n_passing(scores, p_min)
     kept = torch.where(kept < n_min, 0, kept)
     return Draft(tokens[:, :n], kept.clamp(max=n), scores[:, :n])
+
+
+def device_of(drafter: Drafter | None, default: torch.device) -> torch.device:
+    """Where the drafters with a model lie; they all lie on one device."""
+    members = getattr(drafter, "members", [drafter])
+    return next((member.device for member in members if hasattr(member, "device")), default)
