@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .drafters import device_of
+from .drafters import Drafter, device_of
 from .handover import send, wait_for
 from .models.base import Output
 from .rows import Rows, prompt_table, rows_of_table
@@ -28,7 +28,6 @@ from .rows import Rows, prompt_table, rows_of_table
 if TYPE_CHECKING:
     from .cache import Cache
     from .capture import Graphs
-    from .drafters import Drafter
     from .models import Model
     from .models.base import Logits, RunStage
 
