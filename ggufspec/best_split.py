@@ -8,7 +8,9 @@ from dataclasses import replace
 from .cache import KVLayer, RecurrentLayer
 from .errors import ConfigError
 from .kernels.kv import CELL_CHUNK
-from .planner import META, Planner, Question
+from .measured import META
+from .planner import Planner
+from .question import Question
 
 UNITS = 16  # a tensor split's shares are sixteenths
 STEP_BYTES = 16 << 20  # how closely the room of devices is made equal
@@ -37,7 +39,7 @@ class _LayerSplit:
         device = q.devices[0]
         self.planner = Planner(replace(q, devices=(device,), memory=(None,), shares=(), split="none", main_gpu=0,
                                        gpu_layers=-1, draft_device=device))
-        (self.part,) = self.planner.parts
+        (self.whole,) = self.planner.processes
         self.n_units = q.config.block_count + 1  # MTP blocks count, the output too: llama.cpp's reckoning
         self.active = min(q.gpu_layers, self.n_units) if q.gpu_layers >= 0 else self.n_units
 
@@ -61,9 +63,9 @@ class _LayerSplit:
         sums = self.planner.plan(n_ctx).parts[q.devices[0]]
         drafter = sums["draft weights"] + sums["draft KV"]
         costs = [self.cost(i, n_ctx) for i in range(self.n_units - self.active, self.n_units)]
-        costs[-1] += self.part.by_unit["output"] + (drafter if q.draft_device is None else 0)
+        costs[-1] += self.whole.by_unit["output"] + (drafter if q.draft_device is None else 0)
         if self.active == self.n_units:
-            costs[0] += self.part.by_unit["embedding"]
+            costs[0] += self.whole.by_unit["embedding"]
         counts, at = [], 0
         for device, memory in zip(q.devices, q.memory):
             room = (memory or 0) - reserve - sums["workspace"] - (drafter if device == q.draft_device else 0)
@@ -76,11 +78,11 @@ class _LayerSplit:
 
     def cost(self, unit: int, n_ctx: int) -> int:
         """Bytes of a layer with its caches; 0 for units that are no layer of the target."""
-        if unit >= len(self.part.model.cache_layers):
+        if unit >= len(self.whole.model.cache_layers):
             return 0
-        layer = self.part.model.cache_layers[unit]
+        layer = self.whole.model.cache_layers[unit]
         assert isinstance(layer, KVLayer | RecurrentLayer)
-        return self.part.by_unit[f"blk.{unit}"] + self.planner.layer_bytes(replace(layer, device=META), n_ctx)
+        return self.whole.by_unit[f"blk.{unit}"] + self.planner.layer_bytes(replace(layer, device=META), n_ctx)
 
 
 def _tensor(q: Question) -> tuple[float, ...] | None:

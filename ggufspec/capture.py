@@ -74,7 +74,7 @@ class Captured:
 
 
 class Graphs:
-    """All graphs of one engine, in one memory pool."""
+    """All graphs of one engine that begin and end on one device; their memory is one pool a device."""
 
     def __init__(self, device: torch.device, mutable: Callable[[], list[Tensor]]):
         """`mutable`: the tensors that running a stage twice would change twice; warm-up runs restore them."""
@@ -82,7 +82,6 @@ class Graphs:
         self.mutable = mutable
         self.captured: dict[Hashable, Captured] = {}
         self.lanes = [Lane(device)]
-        self.n_bytes = 0
         self._fixed: set[int] = set()  # addresses of all graphs' outputs
         self._names: set[Hashable] = set()
 
@@ -160,10 +159,8 @@ class Graphs:
         for lane in self.lanes:
             torch.cuda.synchronize(lane.device)
         torch.cuda.empty_cache()  # of what the runs needed: the pool cannot take it, and nothing else will need it
-        before = self._reserved()
         with without_collection():
             graphs = [self._recorded(stage, inputs) for _ in range(n_graphs)]
-        self.n_bytes += self._reserved() - before
         return Captured(inputs, graphs, versions=[None] * len(inputs))
 
     def _recorded(self, stage: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Any, Any]:
@@ -185,9 +182,6 @@ class Graphs:
             yield
         for lane, current in zip(self.lanes, currents):
             current.wait_stream(lane.stream)
-
-    def _reserved(self) -> int:
-        return sum(torch.cuda.memory_reserved(lane.device) for lane in self.lanes)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Decoder:
         self.drafter = drafter
         self.chooser = chooser
         self.graphs = graphs
-        self.run_stage = run_stage  # of a target on several devices; None: as it is
+        self.run_stage = run_stage  # of a target with layers on the CPU and on GPUs; None: as it is
         self.synthetic = synthetic
         self.device = target.device
         self.ahead = graphs is not None if ahead is None else ahead

@@ -8,13 +8,11 @@ reads the results of this one.
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,40 +27,20 @@ from .errors import RequestError
 from .flight import Flight
 from .handover import on
 from .job import Event, Job, JobState, Request
+from .job_queue import JobQueue, Link
 from .lengths import Lengths
 from .prefill import Prefill
 from .prompt_cache import PromptCache
 from .relay import RelayGraphs, graphs_for
 from .sampling import SamplingParams
 from .slot import Slot
-from .stage_graphs import StageGraphs
+from .stage_graphs import stages_for
 from .stats import EngineStats, account
 from .stream import TextStream
 
 if TYPE_CHECKING:
     from .models import Model
     from .tokenizer import Tokenizer
-
-
-@dataclass
-class Inbox:
-    """What other threads asked for since the last step."""
-
-    submitted: list[Job] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)
-    emitted: int = 0  # digest of the last step's tokens: ranks compare theirs
-    step_ms: float | None = None  # what the last step took, on the first rank: all ranks' policies go by it
-
-    def __bool__(self) -> bool:
-        return bool(self.submitted or self.cancelled)
-
-
-class Link(Protocol):
-    """Joins the engines of a tensor split, so that all of them take the same requests at the same step."""
-
-    def share(self, inbox: Inbox) -> Inbox:
-        """The first rank's inbox, on every rank; an error when its `emitted` is not this rank's."""
-        ...
 
 
 class Engine:
@@ -110,12 +88,13 @@ class Engine:
         self.crowded: list[Slot] = []  # with more checkpoints on their device than are to stay there
         self.stats = EngineStats()
         self.chooser = Chooser(tokenizer, target.n_vocab, self.device)
-        stages = StageGraphs(target, self.cache) if use_graphs and self._has_stages() else None
+        stages = stages_for(target, self.cache) if use_graphs else None
         graphs = graphs_for(target, drafter, stages, self._mutable) if use_graphs else None
         self.decoder = Decoder(target, self.cache, drafter, self.chooser, graphs, synthetic, ahead,
                                stages if graphs is None else None)
         self.prefill = Prefill(target, drafter, self.cache, None if isinstance(graphs, RelayGraphs) else graphs, stages)
         self.link = link
+        self.queue = JobQueue(link)
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self.lengths = Lengths(self)
         self.continuous = continuous
@@ -123,15 +102,7 @@ class Engine:
         self._flights: deque[Flight] = deque()  # steps that the device has and the host has not read, at most two
         self._results_at = 0.0  # when the host last had a step's results
         self._n_prompt_rows = 0  # evaluated since the last decode step
-        self._ids = itertools.count()
-        self._queue: deque[Job] = deque()
-        self._inbox = Inbox()
-        self._emitted = 0
-        self._lock = threading.Lock()
-
-    def _has_stages(self) -> bool:
-        """Layers on several devices: a prompt's chunks have a graph a stage."""
-        return len(self.target.stages) > 1 and any(stage.device.type == "cuda" for stage in self.target.stages)
+        self._emitted = 0  # digest of the last step's tokens, see `Inbox`
 
     def _mutable(self) -> list[Tensor]:
         own = self.cache.mutable() + self.decoder.mutable()
@@ -154,27 +125,21 @@ class Engine:
             )
         if request.slot is not None and not 0 <= request.slot < len(self.slots):
             raise RequestError(f"slot {request.slot} was asked for; this engine has slots 0 to {len(self.slots) - 1}")
-        request = replace(request, sampling=self.chooser.bind(request.sampling))
-        job = Job(next(self._ids), request)
-        job.stats.t_submit = time.perf_counter()
-        with self._lock:
-            self._inbox.submitted.append(job)
-        return job
+        return self.queue.submit(replace(request, sampling=self.chooser.bind(request.sampling)))
 
     def cancel(self, job: Job) -> None:
         """End a job at the next step (thread-safe); its slot is free then."""
-        with self._lock:
-            self._inbox.cancelled.append(job.id)
+        self.queue.cancel(job)
 
     @property
     def idle(self) -> bool:
         """Nothing is queued, running, waiting to be cancelled or left to be put away."""
         is_free = all(slot.job is None for slot in self.slots)
-        return is_free and not self._inbox and not self._queue and not self.crowded
+        return is_free and not self.queue.has_news and not self.queue.jobs and not self.crowded
 
     @property
     def n_waiting(self) -> int:
-        return len(self._queue) + len(self._inbox.submitted)
+        return len(self.queue)
 
     def generate(self, request: Request) -> Generator[Event, None, None]:
         """One stream: submits the request and steps until it is done. Closing the iterator cancels the job."""
@@ -239,19 +204,10 @@ class Engine:
 
     def _take_inbox(self) -> list[Event]:
         """Queue what was submitted and drop what was cancelled since the last step."""
-        with self._lock:
-            inbox, self._inbox = self._inbox, Inbox()
-        inbox.emitted, inbox.step_ms = self._emitted, self.lengths.step_ms
-        if self.link is not None:
-            inbox = self.link.share(inbox)
+        inbox = self.queue.take_in(self._emitted, self.lengths.step_ms)
         self.lengths.step_ms = inbox.step_ms
-        self._queue.extend(inbox.submitted)
         cancelled = set(inbox.cancelled)
-        dropped = [job for job in self._queue if job.id in cancelled]
-        self._queue = deque(job for job in self._queue if job.id not in cancelled)
-        for job in dropped:
-            job.finish_reason, job.state = "cancelled", JobState.DONE
-        events = [Event(job, "done") for job in dropped]
+        events = self.queue.drop(cancelled)
         for slot in self.slots:
             if slot.job is not None and slot.job.id in cancelled:
                 events.append(results.finish(self, slot, "cancelled", "none"))
@@ -263,10 +219,10 @@ class Engine:
         A grammar is compiled here: its mistakes end its job alone.
         """
         events: list[Event] = []
-        for job in list(self._queue):
+        for job in list(self.queue.jobs):
             slot = admission.choose_slot(self.slots, job, self.cache.has_recurrent)
             if slot is not None:
-                self._queue.remove(job)
+                self.queue.jobs.remove(job)
                 try:
                     admission.start(self, slot, job)
                 except RequestError as error:
@@ -313,7 +269,7 @@ class Engine:
             self._launch(running)
         self.lengths.prepare()
         # What came in since the step began is known to the first rank alone: ranks do not go by it.
-        is_quiet = self.link is not None or not self._inbox
+        is_quiet = self.link is not None or not self.queue.has_news
         if is_alone and self.decoder.ahead and len(self._flights) == 1 and is_quiet:
             self._run_ahead(running, self._flights[0])
         flight = self._flights[0]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .drafters import Drafter, device_of
 from .handover import send, wait_for
 from .models.base import Output
 from .rows import Rows, prompt_table, rows_of_table
@@ -27,7 +28,6 @@ from .rows import Rows, prompt_table, rows_of_table
 if TYPE_CHECKING:
     from .cache import Cache
     from .capture import Graphs
-    from .drafters import Drafter
     from .models import Model
     from .models.base import Logits, RunStage
 
@@ -149,9 +149,3 @@ class Prefill:
             sent = self._sent.popleft()
             wait_for(sent.arrived, self.drafter_device)
             self.drafter.observe(sent.rows, sent)
-
-
-def device_of(drafter: Drafter | None, default: torch.device) -> torch.device:
-    """Where the drafters with a model lie; they all lie on one device."""
-    members = getattr(drafter, "members", [drafter])
-    return next((member.device for member in members if hasattr(member, "device")), default)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .engine import Inbox
 from .errors import PlacementError
+from .job_queue import Inbox
 from .kernels.peer import Link
 from .parallel import Shard, check_group
 from .peers import connect
@@ -50,7 +50,7 @@ class Ranks:
         return Shard(self.rank, self.shares, self.devices, self.link)
 
     def share(self, inbox: Inbox) -> Inbox:
-        """Rank 0's inbox on every rank (`engine.Link`). Jobs travel by value, so ids agree everywhere."""
+        """Rank 0's inbox on every rank (`job_queue.Link`). Jobs travel by value, so ids agree everywhere."""
         data = torch.frombuffer(bytearray(pickle.dumps(inbox)), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
         try:
             size = torch.tensor([data.numel()])

@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from .capture import Graphs, Lane
+from .drafters import Drafter, device_of
 from .handover import recorder
-from .prefill import device_of
 
 if TYPE_CHECKING:
-    from .drafters import Drafter
     from .models import Model
     from .stage_graphs import StageGraphs
 

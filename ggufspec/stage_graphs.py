@@ -34,10 +34,6 @@ class StageGraphs:
             if stage.device.type == "cuda"
         }
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(graphs.n_bytes for graphs in self.graphs.values())
-
     def __call__(self, stage: Stage, rows: Rows, x: Tensor, cache: Cache, taps: Sequence[int]
                  ) -> tuple[Tensor, Sequence[Tensor]]:
         if cache is not self.cache:
@@ -58,3 +54,9 @@ class StageGraphs:
         )  # fmt: skip
         # The next device may still be fetching a chunk's rows when the next chunk's graph writes its own.
         return (x, streams) if tentative else (x.clone(), [stream.clone() for stream in streams])
+
+
+def stages_for(model: Model, cache: Cache) -> StageGraphs | None:
+    """Of a model whose layers lie on several devices, some of them GPUs; None for any other."""
+    has_gpu = any(stage.device.type == "cuda" for stage in model.stages)
+    return StageGraphs(model, cache) if len(model.stages) > 1 and has_gpu else None

@@ -14,7 +14,8 @@ from ggufspec.adaptive import AUTO_N_MAX
 from ggufspec.best_split import best_split
 from ggufspec.errors import ConfigError, PlacementError
 from ggufspec.placement import device_name, devices_of
-from ggufspec.planner import PARTS, Plan, Planner, Question, check
+from ggufspec.planner import PARTS, Plan, Planner
+from ggufspec.question import Question, check
 
 if TYPE_CHECKING:
     from ggufspec.gguf_file import GGUFFile

@@ -11,7 +11,8 @@ from ggufspec.best_split import best_split
 from ggufspec.errors import ConfigError
 from ggufspec.models import read_config
 from ggufspec.placement import device_name, devices_of, free_bytes
-from ggufspec.planner import CONTEXT_BYTES, PARTS, Plan, Planner, check
+from ggufspec.planner import CONTEXT_BYTES, PARTS, Plan, Planner
+from ggufspec.question import check
 from ggufspec.tools import runtime
 from ggufspec.tools.command import OptionCommand
 from ggufspec.tools.fit import GIB, question_of, shown_shares

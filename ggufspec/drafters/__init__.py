@@ -53,7 +53,7 @@ class Drafter(Protocol):
     name: str  # llama.cpp's type name, "draft-mtp"...
     n_max: int  # tokens it can propose per step, after clamping to what it was trained for
     taps: tuple[int, ...]  # target layers whose input it reads
-    capturable: bool  # propose, observe and accept are device work alone: a CUDA graph can hold them
+    capturable: bool  # propose, observe and accept are work of the steps' devices alone: CUDA graphs can hold them
     stats: Statistics  # the caller adds calls and their times, `record` the counts
 
     def begin(self, slot: int, prompt: list[int]) -> None:
@@ -118,3 +118,9 @@ def limit(tokens: Tensor, scores: Tensor, n: int, n_min: int, p_min: float) -> D
     kept = n_passing(scores, p_min)
     kept = torch.where(kept < n_min, 0, kept)
     return Draft(tokens[:, :n], kept.clamp(max=n), scores[:, :n])
+
+
+def device_of(drafter: Drafter | None, default: torch.device) -> torch.device:
+    """Where the drafters with a model lie; they all lie on one device."""
+    members = getattr(drafter, "members", [drafter])
+    return next((member.device for member in members if hasattr(member, "device")), default)

@@ -1,8 +1,8 @@
 """A drafter with a model that lies on one rank of a tensor split: its owner drafts, all ranks receive the drafts.
 
 Every rank has the residual streams and hidden rows that a drafter reads, so nothing but the drafts travels. A drafter
-that borrows the target's head cannot use the cut one, whose parts are joined by all ranks together: the owner holds
-a whole one besides.
+that borrows the target's head cannot use the cut one, from whose parts all ranks choose together: the owner holds a
+whole one besides.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Head:
         return out if self.bounds is None or self.shard.group is None else Unjoined(out, self.shard, self.bounds)
 
     def elsewhere(self, hidden: Tensor) -> Joinable:
-        """The same for rows of another device, with the logits back there."""
+        """A call for rows of another device, with the logits back there."""
         (there,) = hand_over([hidden], self.device)
         with on(self.device):
             return each(self(there), lambda part: hand_over([part], hidden.device)[0])
@@ -256,7 +256,7 @@ class Model:
         return self.project(hidden)
 
     def project(self, hidden: Tensor) -> Joinable:
-        """[B, W, D] normed hidden rows through the head: [B, W, V] float32."""
+        """[B, W, D] normed hidden rows through the head: [B, W, V] float32, of which a rank has its part."""
         out = self.head(hidden)
         if self.head_bias is not None:
             start, stop = self.head.columns

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ggufspec.kernels.draw import Limits, draw
+from ggufspec.kernels.select.plain import id_of, packed
 from ggufspec.sampling.params import SamplingParams
 from ggufspec.sampling.uniform import CHOICE, stream_key
 from ggufspec.unjoined import Joinable, Unjoined, joined_for, top_k, whole
@@ -117,12 +118,8 @@ def top_candidates(logits: Joinable, k: int) -> tuple[Tensor, Tensor]:
     logits = joined_for(logits, k)
     if isinstance(logits, Unjoined) or logits.is_cuda:
         return top_k(logits, k)
-    bits = (logits + 0.0).contiguous().view(torch.int32)  # + 0.0: no negative zero, which would order below zero
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    keys = (ordered << 32) | (0xFFFFFFFF - ids)
-    best = torch.topk(keys, k, dim=1, sorted=True).values
-    chosen = 0xFFFFFFFF - (best & 0xFFFFFFFF)
+    keys = packed(logits, torch.arange(logits.shape[1], device=logits.device))
+    chosen = id_of(torch.topk(keys, k, dim=1, sorted=True).values)
     return logits.gather(1, chosen), chosen
 
 

@@ -11,7 +11,7 @@ from ggufspec.kernels.candidates import rows_a_channel
 from ggufspec.kernels.overlap import begin, overlap, release, wait
 from ggufspec.kernels.peer.link import Link
 from ggufspec.kernels.peer.triton import awaited_bits, give, inboxes_at, places
-from ggufspec.kernels.select.triton import packed
+from ggufspec.kernels.select.triton import NOTHING, id_of, logit_of, packed
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def keys_at(x_ptr, id_ptr, row, j, n_ids, first, x_row, mask):
     mask &= j < n_ids
     i = tl.load(id_ptr + row * n_ids + j, mask, 0)
     x = tl.load(x_ptr + row * x_row + i, mask, float("-inf"))
-    return tl.where(mask, packed(x, i + first), -0x7FFFFFFFFFFFFFFF)
+    return tl.where(mask, packed(x, i + first), NOTHING)
 
 
 @triton.jit
@@ -32,10 +32,9 @@ def store_best(key, row, k, value_ptr, id_ptr, K: tl.constexpr):
     else:
         best = tl.topk(key, K)
         j = tl.arange(0, K)
-    ordered = (best >> 32).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    tl.store(value_ptr + row * k + j, bits.to(tl.float32, bitcast=True), j < k)
-    tl.store(id_ptr + row * k + j, 0x7FFFFFFF - (best & 0x7FFFFFFF), j < k)
+    x = logit_of(best)
+    tl.store(value_ptr + row * k + j, x, j < k)
+    tl.store(id_ptr + row * k + j, id_of(best), j < k)
 
 
 @triton.jit
@@ -54,7 +53,7 @@ def merge_kernel(key_ptr, value_ptr, id_ptr, k, N, K: tl.constexpr, SIZE: tl.con
     t = tl.arange(0, SIZE)
     rank, j = t // K, t % K
     at = key_ptr + (rank * tl.num_programs(0) + row) * k + j
-    store_best(tl.load(at, (rank < N) & (j < k), -0x7FFFFFFFFFFFFFFF), row, k, value_ptr, id_ptr, K)
+    store_best(tl.load(at, (rank < N) & (j < k), NOTHING), row, k, value_ptr, id_ptr, K)
 
 
 @triton.jit(do_not_specialize=["n_each", "limit"])

@@ -64,6 +64,7 @@ def awaited_bits(at, mask, call, late_ptr, limit):
 
 @triton.jit
 def awaited(at, mask, call, late_ptr, limit):
+    """The same as float32."""
     return awaited_bits(at, mask, call, late_ptr, limit).to(tl.float32, bitcast=True)
 
 

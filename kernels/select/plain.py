@@ -5,6 +5,25 @@ from torch import Tensor
 
 from ggufspec.kernels.matmul import PackedWeight, gather
 
+LAST_ID = 0x7FFFFFFF
+
+
+def packed(x: Tensor, ids: Tensor) -> Tensor:
+    """Keys int64 of logits float32 and their ids, whose order is: larger logit first, then lower id."""
+    bits = (x + 0.0).view(torch.int32)  # + 0.0: no negative zero, which would order below zero
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    return (ordered << 32) | (LAST_ID - ids)
+
+
+def logit_of(keys: Tensor) -> Tensor:
+    """float32; -0 has become 0."""
+    ordered = (keys >> 32).to(torch.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def id_of(keys: Tensor) -> Tensor:
+    return LAST_ID - (keys & LAST_ID)
+
 
 def argmax(x: Tensor, bias: Tensor | None = None) -> Tensor:
     x = x if bias is None else x + bias

@@ -23,6 +23,7 @@ RUNS = 2048  # logits a program of the first top-k pass takes
 SMALL_K = 64  # up to it by runs
 SORT = 1024  # packed logits a program of a top-k pass sorts, beyond
 LARGEST_K = 256  # beyond it the library selects
+NOTHING = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # packed, below all others
 
 
 @triton.jit
@@ -60,6 +61,20 @@ def packed(x, i):
 
 
 @triton.jit
+def logit_of(key):
+    """x of `packed`, float32; -0 has become 0."""
+    ordered = (key >> 32).to(tl.int32)
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def id_of(key):
+    """i of `packed`, int64."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@triton.jit
 def run_max_kernel(x_ptr, out_ptr, V, n_runs, x_row, RUN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """The largest of each run of RUN logits, packed with the number of the run."""
     begin(PDL)
@@ -79,16 +94,15 @@ def top_of_runs_kernel(
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, RUNS)
-    runs = tl.topk(tl.load(run_ptr + row * n_runs + r, r < n_runs, -0x7FFFFFFFFFFFFFFF), K)
-    first = (0x7FFFFFFF - (runs & 0x7FFFFFFF)) * RUN
+    runs = tl.topk(tl.load(run_ptr + row * n_runs + r, r < n_runs, NOTHING), K)
+    first = id_of(runs) * RUN
     i = tl.reshape(first[:, None] + tl.arange(0, RUN)[None, :], (K * RUN,))
     x = tl.load(x_ptr + row * x_row + i, i < V, float("-inf"))
-    key = tl.topk(tl.where(i < V, packed(x, i), -0x7FFFFFFFFFFFFFFF), K)
-    ordered = (key >> 32).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    key = tl.topk(tl.where(i < V, packed(x, i), NOTHING), K)
+    x = logit_of(key)
     j = tl.arange(0, K)
-    tl.store(value_ptr + row * k + j, bits.to(tl.float32, bitcast=True), j < k)
-    tl.store(id_ptr + row * k + j, 0x7FFFFFFF - (key & 0x7FFFFFFF), j < k)
+    tl.store(value_ptr + row * k + j, x, j < k)
+    tl.store(id_ptr + row * k + j, id_of(key), j < k)
 
 
 @triton.jit
@@ -98,7 +112,7 @@ def pack_top_kernel(x_ptr, out_ptr, V, n_blocks, x_row, K: tl.constexpr, BLOCK: 
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_row + i, i < V, float("-inf"))
-    keys = tl.where(i < V, packed(x, i), -0x7FFFFFFFFFFFFFFF)
+    keys = tl.where(i < V, packed(x, i), NOTHING)
     tl.store(out_ptr + (row * n_blocks + block) * K + tl.arange(0, K), tl.topk(keys, K))
 
 
@@ -107,7 +121,7 @@ def merge_top_kernel(in_ptr, out_ptr, n, n_blocks, K: tl.constexpr, BLOCK: tl.co
     begin(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
-    keys = tl.load(in_ptr + row * n + i, i < n, -0x7FFFFFFFFFFFFFFF)
+    keys = tl.load(in_ptr + row * n + i, i < n, NOTHING)
     tl.store(out_ptr + (row * n_blocks + block) * K + tl.arange(0, K), tl.topk(keys, K))
 
 
@@ -117,10 +131,9 @@ def unpack_kernel(in_ptr, value_ptr, id_ptr, k, k_in, BLOCK: tl.constexpr, PDL: 
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     key = tl.load(in_ptr + row * k_in + i, i < k, 0)
-    ordered = (key >> 32).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    tl.store(value_ptr + row * k + i, bits.to(tl.float32, bitcast=True), i < k)
-    tl.store(id_ptr + row * k + i, 0x7FFFFFFF - (key & 0x7FFFFFFF), i < k)
+    x = logit_of(key)
+    tl.store(value_ptr + row * k + i, x, i < k)
+    tl.store(id_ptr + row * k + i, id_of(key), i < k)
 
 
 @triton.jit

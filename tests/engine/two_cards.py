@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from two_engines import Replay, Replays
 
 from ggufspec import weights
-from ggufspec.capture import Captured, Lane, tensors_of
+from ggufspec.capture import Lane, tensors_of
 from ggufspec.handover import recorder
 from ggufspec.kernels.matmul import PackedWeight, pack
 from ggufspec.relay import Recording
@@ -183,16 +183,8 @@ class Tapes(Replays):
         super().__init__(mutable)
         self.device, self.lanes = devices[0], [Lane(device) for device in devices]
 
-    def _capture(self, stage: Callable[..., Any], arguments: tuple[Tensor, ...], n_graphs: int,
-                 n_warm_up: int, is_harmless: bool = False) -> Captured:
-        inputs = tuple(argument.clone().to(self.device) for argument in arguments)
-        kept = [] if is_harmless else [(tensor, tensor.clone()) for tensor in self.mutable()]
-        graphs = []
-        for _ in range(n_graphs):
-            graphs.append(Tape(stage, inputs, self.lanes))
-            for tensor, copy in kept:
-                tensor.copy_(copy)
-        return Captured(inputs, [(graph, graph.outputs) for graph in graphs], versions=[None] * len(inputs))
+    def replay(self, stage: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Tape:
+        return Tape(stage, inputs, self.lanes)
 
     def tapes(self) -> dict[Any, list[Any]]:
         """What each shape's tape has on it."""

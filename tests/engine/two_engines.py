@@ -91,20 +91,21 @@ class Replays(Graphs):
     """The bookkeeping of captured steps without a GPU."""
 
     def __init__(self, mutable: Callable[[], list[torch.Tensor]]):
-        self.device, self.mutable = torch.device("cpu"), mutable
-        self.captured, self._fixed, self._names = {}, set(), set()
-        self.n_bytes = 0
+        super().__init__(torch.device("cpu"), mutable)
 
     def _capture(self, stage: Callable[..., Any], arguments: tuple[torch.Tensor, ...], n_graphs: int,
                  n_warm_up: int, is_harmless: bool = False) -> Captured:
-        inputs = tuple(argument.clone() for argument in arguments)
+        inputs = tuple(argument.clone().to(self.device) for argument in arguments)
         kept = [] if is_harmless else [(tensor, tensor.clone()) for tensor in self.mutable()]
         graphs = []
         for _ in range(n_graphs):
-            graphs.append(Replay(stage, inputs))
+            graphs.append(self.replay(stage, inputs))
             for tensor, copy in kept:
                 tensor.copy_(copy)
         return Captured(inputs, [(graph, graph.outputs) for graph in graphs], versions=[None] * len(inputs))
+
+    def replay(self, stage: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Replay:
+        return Replay(stage, inputs)
 
 
 def replayed(engine: Engine) -> Engine:

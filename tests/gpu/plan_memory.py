@@ -15,7 +15,8 @@ import torch
 
 from ggufspec.job import Request
 from ggufspec.models import read_config
-from ggufspec.planner import CONTEXT_BYTES, PARTS, Planner, check
+from ggufspec.planner import CONTEXT_BYTES, PARTS, Planner
+from ggufspec.question import check
 from ggufspec.sampling import SamplingParams
 from ggufspec.tools import plan as command
 from ggufspec.tools import runtime

@@ -1,7 +1,8 @@
 """The kernels in Triton's interpreter against their twins; run as a process of its own by test_candidates.py."""
 
 import torch
-from candidates_rank import logits_of, selected
+from candidates_rank import selected
+from tied_logits import logits_of
 
 from ggufspec.kernels.candidates import plain
 from ggufspec.kernels.candidates import triton as kernel

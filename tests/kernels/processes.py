@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ggufspec.kernels.peer.link import WORD_BYTES, n_words
+
 FOLDER = Path(__file__).parent
 
 
@@ -23,3 +25,12 @@ def python(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def inboxes_in(folder: Path, size: int) -> list[Path]:
+    """Files of zeros that ranks of a test map as their inboxes (see `kernels.peer.link`)."""
+    paths = [folder / f"inbox{r}" for r in range(size)]
+    for path in paths:
+        with path.open("wb") as f:
+            f.truncate(WORD_BYTES * n_words(size))
+    return paths

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import FOLDER, environment, python
+from processes import FOLDER, environment, inboxes_in, python
+from tied_logits import logits_of
 
 from ggufspec.kernels import candidates, select
-from ggufspec.kernels.peer.link import COLUMNS, ROWS, WORD_BYTES, Link, n_words
+from ggufspec.kernels.peer.link import COLUMNS, ROWS, Link
 
 # rows, candidates, columns, each rank's: none at all, fewer than candidates, more rows than channels; channels return
 CALLS = {
@@ -21,15 +22,6 @@ CALLS = {
     3: [(2, 1, 100, [(0, 0), (0, 64), (64, 100)]), (66, 3, 60, [(0, 20), (20, 50), (50, 60)]),
         (2, 20, 200, [(0, 64), (64, 70), (70, 200)])],
 }  # fmt: skip
-
-
-def logits_of(call: int, T: int, V: int) -> torch.Tensor:
-    """As in candidates_rank.py, which cannot be imported here: it makes Triton interpret."""
-    generator = torch.Generator().manual_seed(call)
-    x = torch.randint(-8, 8, (T, V), generator=generator) / 4
-    x[T // 2] = torch.where(torch.rand(V, generator=generator) < 0.5, 0.0, -0.0)
-    x[T - 1, torch.rand(V, generator=generator) < 0.9] = -torch.inf
-    return x
 
 
 LOGIT = st.one_of(
@@ -65,10 +57,7 @@ def test_merging_gives_what_the_whole_gives(case: tuple[torch.Tensor, list[tuple
 def test_ranks_find_the_same_through_shared_memory(size: int, tmp_path: Path) -> None:
     """Several exchanges of other shapes in a row, in Triton's interpreter, one process a rank."""
     pytest.importorskip("triton")
-    inboxes = [tmp_path / f"inbox{r}" for r in range(size)]
-    for inbox in inboxes:
-        with inbox.open("wb") as f:
-            f.truncate(WORD_BYTES * n_words(size))
+    inboxes = inboxes_in(tmp_path, size)
     ranks = [
         subprocess.Popen(
             [sys.executable, FOLDER / "candidates_rank.py", str(r), tmp_path / f"out{r}", json.dumps(CALLS[size]),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import FOLDER, environment, python
+from processes import FOLDER, environment, inboxes_in, python
 
 from ggufspec.kernels.matmul import repack
 from ggufspec.kernels.peer import COLUMNS, ROWS, plain
-from ggufspec.kernels.peer.link import WORD_BYTES, Link, n_words
+from ggufspec.kernels.peer.link import Link
 
 pytest.importorskip("triton")
 CALLS = ((1, 96), (3, 96), (1, 300), (3, 96), (2, 96), (3, 300))  # rows and columns: channels idle and return
@@ -24,10 +24,7 @@ def part(rank: int, call: int, T: int, K: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_add_up_in_order_and_alike(size: int, tmp_path: Path) -> None:
     """Several calls of other shapes in a row: every rank gets the bits of the plain sum, and nobody waits in vain."""
-    inboxes = [tmp_path / f"inbox{r}" for r in range(size)]
-    for inbox in inboxes:
-        with inbox.open("wb") as f:
-            f.truncate(WORD_BYTES * n_words(size))
+    inboxes = inboxes_in(tmp_path, size)
     ranks = [
         subprocess.Popen(
             [sys.executable, FOLDER / "peer_rank.py", str(r), tmp_path / f"out{r}", json.dumps(CALLS), *inboxes],

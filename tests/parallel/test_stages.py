@@ -73,7 +73,7 @@ def test_stage_graphs_take_their_cache_alone(model: Model) -> None:
     cut(model, 2)
     cache = model.new_cache(1, 256)
     graphs = StageGraphs(model, cache)
-    assert not graphs.graphs and graphs.n_bytes == 0  # stages on the CPU run as they are
+    assert not graphs.graphs  # stages on the CPU run as they are
     rows = prompt_rows(torch.arange(300, 304), 0, 0)
     x = torch.zeros(1, 4, model.config.embedding_length)
     assert graphs(model.stages[0], rows, x, cache, ())[0].shape == x.shape

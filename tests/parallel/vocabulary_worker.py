@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ def some_logits(case: int) -> Tensor:
 
 def choices(shard: Shard, tokenizer: Tokenizer) -> dict:
     """What differs between a part and the whole."""
-    wrong, chooser = [], Chooser(tokenizer, V, torch.device("cpu"))
+    wrong, chooser, ids = [], Chooser(tokenizer, V, torch.device("cpu")), count()
     tokens, n_past, n_rows = torch.zeros(2, W, dtype=torch.int64), torch.tensor([5, 70]), torch.tensor([W, W])
     rows = Rows(tokens, torch.arange(2), n_past, n_rows, tentative=True)
 
@@ -99,12 +100,11 @@ def choices(shard: Shard, tokenizer: Tokenizer) -> dict:
                 wrong.append(f"{name}, {bounds}")
 
     def chosen(params: Sequence[SamplingParams]) -> Callable:
-        slots = [Slot(i, Job(i, Request([0], chooser.bind(p)))) for i, p in enumerate(params)]
+        slots = [Slot(i, Job(next(ids), Request([0], chooser.bind(p)))) for i, p in enumerate(params)]
         return lambda logits: (chooser.rows(logits, rows, slots).tokens,)
 
     def all_checks(samplings: dict[str, SamplingParams]) -> None:
         for name, params in samplings.items():
-            chooser._plans = [], (0, 0), {}
             check(name, chosen([params, params if params.temperature == 0 else replace(params, seed=99)]))
 
     with counted_joins() as joined:
@@ -114,7 +114,6 @@ def choices(shard: Shard, tokenizer: Tokenizer) -> dict:
         for p_min in (0.0, 0.5):
             check(f"drafted with p_min {p_min}", lambda x, p_min=p_min: best(x, p_min))
         all_checks(SAMPLINGS)
-        chooser._plans = [], (0, 0), {}
         check("greedy beside sampled", chosen([SAMPLINGS["greedy, biased"], SAMPLINGS["hot, biased"]]))
     few = len(joined)
     with counted_joins() as joined:
@@ -133,7 +132,7 @@ REQUESTS = {
     "probabilities": SamplingParams(temperature=0, n_probs=3, ignore_eos=True),
     "grammar": SamplingParams(seed=10),
 }  # fmt: skip
-ALONE = ("greedy", "sampled")  # need no whole logits
+PARTS_DO = ("greedy", "sampled")  # need no whole logits
 
 
 def answers(engine: Engine, tokenizer: Tokenizer, leads: bool, names: Sequence[str]) -> dict:
@@ -159,7 +158,7 @@ def texts(link: Ranks | None, tokenizer: Tokenizer) -> dict:
     model = load_model(file, placement, weights=weights, shard=link.shard if link else WHOLE)
     found, joins = {}, {}
     for name in ("none", "draft-mtp"):
-        for group in (ALONE, tuple(REQUESTS)):
+        for group in (PARTS_DO, tuple(REQUESTS)):
             drafter = None
             if name != "none":
                 options = SpecOptions(types=(name,), draft=DraftOptions(n_max=3, p_min=0.3))

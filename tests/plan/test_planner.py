@@ -21,10 +21,12 @@ from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import GGUFFile, open_gguf
 from ggufspec.kernels.matmul import PackedWeight, cuda, repack
 from ggufspec.kernels.matmul.sizes import launch_bytes, packed_bytes
+from ggufspec.measured import own_bytes
 from ggufspec.models import load_model, read_config
 from ggufspec.placement import Placement
-from ggufspec.planner import Plan, Planner, Question, check, own_bytes
+from ggufspec.planner import Plan, Planner
 from ggufspec.quant.layouts import BY_NAME
+from ggufspec.question import Question, check
 from ggufspec.weights import Weights
 
 CPU = torch.device("cpu")
