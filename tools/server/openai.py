@@ -89,7 +89,7 @@ class TextForm(_Envelope):
     def whole(self, answers: Sequence[Answer]) -> Any:
         choices = [
             {
-                "text": answer.text,
+                "text": answer.text + answer.rest,
                 "index": answer.index,
                 "logprobs": {"content": answer.probs} if answer.probs else None,
                 "finish_reason": answer.finish_reason,
