@@ -21,6 +21,7 @@ SCHEMA = {
 }
 CACHED = ("cache_read_input_tokens", "input_tokens")  # checkpoints lie elsewhere
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+HALF = 'root ::= "aé😀é"'  # bytes are tokens of the bundled vocabulary: 4 or 5 of them end inside the second one
 PIXEL = "data:image/png;base64,AAAA"
 
 
@@ -108,6 +109,7 @@ TABLE = (
     text("text n", prompt=CODE, n=2),
     text("text logprobs", prompt=CODE, logprobs=2),
     text("text stream", prompt=CODE, stream=True),
+    text("text logprobs as a flag", prompt=CODE, logprobs=True),
     text("text stream usage", prompt=CODE, stream=True, stream_options={"include_usage": True}, logprobs=1),
     # -- chat
     chat("chat"),
@@ -161,6 +163,19 @@ TABLE = (
     Row("count tokens", "/v1/messages/count_tokens", {"messages": HELLO}),
     Row("chat input tokens", "/v1/chat/completions/input_tokens", {"messages": HELLO}),
     Row("responses input tokens", "/v1/responses/input_tokens", {"input": "Write add"}),
+    # -- a generation that ends inside a character: half of it is in whole answers, never in a stream
+    completion("half a character", prompt="def ", grammar=HALF, n_predict=5),
+    completion("half a character, stop", prompt="def ", grammar=HALF, n_predict=5, stop=["\ufffd", "aéb"]),
+    completion("half a character, stream", prompt="def ", grammar=HALF, n_predict=5, stream=True,
+        row={"skip": ("tokens",)}),
+    completion("half a character, stream, stop", prompt="def ", grammar=HALF, n_predict=5, stream=True, stop=["\ufffd"],
+        row={"skip": ("tokens",)}),
+    text("text half a character", prompt="def ", grammar=HALF, max_tokens=4),
+    text("text half a character, stream", prompt="def ", grammar=HALF, max_tokens=4, stream=True),
+    chat("chat half a character", grammar=HALF, max_tokens=5),
+    chat("chat half a character, stream", grammar=HALF, max_tokens=4, stream=True),
+    Row("responses half a character, stream", "/v1/responses", {"input": "Write add", "temperature": 0,
+        "grammar": HALF, "max_output_tokens": 4, "stream": True}, loose=CACHED),
     # -- tokens and templates
     Row("tokenize", "/tokenize", {"content": "Hé😀 <|im_end|>", "with_pieces": True}),
     Row("tokenize plain", "/tokenize", {"content": "Hi <|im_end|>", "parse_special": False, "add_special": True}),
@@ -204,10 +219,14 @@ TABLE = (
     bad("tool_choice", "/v1/chat/completions", {"messages": HELLO, "tool_choice": "x"}),
     bad("response_format", "/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "x"}}),
     bad("top_logprobs alone", "/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}),
+    bad("top_logprobs and a number of logprobs", "/v1/chat/completions",
+        {"messages": HELLO, "logprobs": 3, "top_logprobs": 2}),
     bad("thinking is text", "/v1/chat/completions",
         {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": "x"}}),
     bad("continue and generate", "/v1/chat/completions",
         {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True}),
+    bad("continue without a word of the prompt", "/v1/chat/completions",
+        {"messages": [*HELLO, {"role": "assistant", "content": "yes"}], "continue_final_message": True}),
     bad("kwargs replace the messages", "/v1/chat/completions",
         {"messages": HELLO, "chat_template_kwargs": {"messages": 5}}, (400, 400)),
     bad("continue is a number", "/v1/chat/completions", {"messages": HELLO, "continue_final_message": 5}),

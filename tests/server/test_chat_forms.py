@@ -194,8 +194,14 @@ def test_prefill(client):
     prompt = client.post("/apply-template", json={"messages": messages}).json()["prompt"]
     assert prompt == "<user>Hi<assistant><think>\n\n</think>\n\nSo"
     thinking = [*HELLO, {"role": "assistant", "content": "", "reasoning_content": "Hm"}]
-    body = {"messages": thinking, "continue_final_message": "reasoning_content"}
+    body = {"messages": thinking, "continue_final_message": "reasoning_content", "add_generation_prompt": False}
     assert client.post("/apply-template", json=body).json()["prompt"] == "<user>Hi<assistant><think>\nHm"
+
+
+def test_an_error_names_the_field_that_was_sent(client):
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": "2"}
+    message = client.post("/v1/chat/completions", json=body).json()["error"]["message"]
+    assert message == "Field 'top_logprobs': [json.exception.type_error.302] type must be number, but is string"
 
 
 def test_broken_arguments_in_history(client):

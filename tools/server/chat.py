@@ -178,8 +178,9 @@ def _with_logprobs(body: dict[str, Any], with_tools: bool) -> dict[str, Any]:
     if wants is True:
         if with_tools and body.get("stream"):
             raise ApiError("logprobs is not supported with tools + stream")
-        return body | {"n_probs": body.get("top_logprobs", DEFAULT_TOP_LOGPROBS)}
-    if "top_logprobs" in body and not wants:
+        n_top = body.get("top_logprobs", DEFAULT_TOP_LOGPROBS)
+        return body | {"n_probs": Field("top_logprobs", "int").read(n_top)}
+    if "top_logprobs" in body:
         raise ApiError("top_logprobs requires logprobs to be set to true")
     return body
 

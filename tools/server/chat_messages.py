@@ -79,7 +79,7 @@ def split_prefill(messages: Sequence[dict[str, Any]], body: dict[str, Any], enab
     go_on = body.get("continue_final_message", False)
     if not isinstance(go_on, bool) and go_on not in ("content", "reasoning_content"):
         raise ApiError('Invalid continue_final_message: expected a boolean, "content" or "reasoning_content"')
-    if go_on and body.get("add_generation_prompt", False):
+    if go_on and body.get("add_generation_prompt", True) is not False:
         raise ApiError("Cannot set both add_generation_prompt and continue_final_message to true.")
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not (enabled or go_on):

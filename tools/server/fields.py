@@ -221,7 +221,7 @@ class Reader:
         """A Task for a body whose null members are gone. Raises ApiError naming the field."""
         sampling = {f.name: f.read(body[f.name]) for f in SAMPLING_FIELDS if f.name in body}
         own = {f.name: f.read(body[f.name]) for f in TASK_FIELDS if f.name in body}
-        if "n_probs" not in sampling and "logprobs" in body and not isinstance(body["logprobs"], bool):
+        if "n_probs" not in sampling and "logprobs" in body:
             sampling["n_probs"] = Field("logprobs", "int").read(body["logprobs"])
         if sampling.get("dry_base", 1.0) < 1.0:
             del sampling["dry_base"]

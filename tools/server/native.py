@@ -96,7 +96,7 @@ def final(state: ServerState, answer: Answer, with_text: bool) -> dict[str, Any]
     task = answer.task
     result: dict[str, Any] = {
         "index": answer.index,
-        "content": answer.text if with_text else "",
+        "content": answer.text + answer.rest if with_text else "",
         "tokens": answer.tokens if with_text and task.return_tokens else [],
         "id_slot": answer.id_slot,
         "stop": True,
@@ -243,7 +243,6 @@ def _detokenize(body: dict[str, Any], tokenizer: Any) -> Response:
     tokens = body.get("tokens", [])
     if not isinstance(tokens, list):
         raise ApiError(type_error("array", tokens))
-    for token in tokens:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ApiError(type_error("number", token))
+    if set(map(type, tokens)) - {int}:
+        raise ApiError(type_error("number", next(token for token in tokens if type(token) is not int)))
     return JsonResponse({"content": tokenizer.decode(tokens)})
