@@ -207,8 +207,9 @@ class MessagesForm:
         self.output.finish()
         message = self.output.message
         blocks: list[dict[str, Any]] = []
-        if message.reasoning_content:
-            blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+        thoughts = self.chat.prefill_thoughts + message.reasoning_content
+        if thoughts:
+            blocks.append({"type": "thinking", "thinking": thoughts, "signature": ""})
         if message.content:
             blocks.append({"type": "text", "text": self.chat.prefill + message.content})
         for call in message.tool_calls:

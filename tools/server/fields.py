@@ -246,7 +246,7 @@ class Reader:
             raise ApiError(f"Failed to initialize samplers: {e}") from None
         task.n_predict = self._limit(body)
         task.n_cmpl = self._completions(body)
-        task.stop = _stops(body) if "stop" in body else list(self.defaults.stop)
+        task.stop = (_stops(body) if "stop" in body else []) or list(self.defaults.stop)
         task.include_usage = _include_usage(body)
         task.speculation = self._speculation(body)
         if not isinstance(body.get("lora", []), list):
@@ -353,10 +353,11 @@ def _stops(body: dict[str, Any]) -> list[str]:
         return [value]
     if not isinstance(value, list):
         return []
-    for text in value:
+    texts = [text for text in value if text is not None]
+    for text in texts:
         if not isinstance(text, str):
             raise ApiError(f"Field 'stop': {type_error('string', text)}")
-    return list(value)
+    return texts
 
 
 def _include_usage(body: dict[str, Any]) -> bool:

@@ -185,6 +185,8 @@ class ChatForm(_Envelope):
             output.finish()
             message = output.message.as_openai()
             message["content"] = self.chat.prefill + message["content"]
+            if self.chat.prefill_thoughts:
+                message["reasoning_content"] = self.chat.prefill_thoughts + message.get("reasoning_content", "")
             reason = finish_reason(answer, output.message.tool_calls)
             choice = {"finish_reason": reason, "index": answer.index, "message": message}
             if answer.probs:

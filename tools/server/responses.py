@@ -255,8 +255,9 @@ class ResponsesForm:
 
     def _output(self, message: ParsedMessage) -> list[dict[str, Any]]:
         items = []
-        if message.reasoning_content:
-            items.append(reasoning_item(self.reasoning_id, message.reasoning_content))
+        thoughts = self.chat.prefill_thoughts + message.reasoning_content
+        if thoughts:
+            items.append(reasoning_item(self.reasoning_id, thoughts))
         if message.content:
             items.append(message_item(self.message_id, self.chat.prefill + message.content))
         return items + [call_item(call) for call in message.tool_calls]
