@@ -80,6 +80,8 @@ TABLE = (
     completion("no tokens asked for", prompt=CODE, n_predict=0),
     completion("probabilities", prompt=CODE, n_probs=3),
     completion("probabilities in a stream", prompt=CODE, n_probs=2, stream=True),
+    completion("numbers beyond 32 bits", prompt=CODE, n_predict=2**32 + 3, top_k=2**40 + 5, n_keep=2**63 - 1, id_slot=2**33),
+    completion("a limit of 64 ones", prompt=CODE, n_predict=2**64 - 1, stop=["\n", " ", "_"], t_max_predict_ms=2**40),
     completion("logprobs as a number", prompt=CODE, logprobs=2),
     completion("post-sampling", prompt=CODE, n_probs=2, post_sampling_probs=True),
     completion("response_fields", prompt=CODE, response_fields=["content", "timings/prompt_n", "a/b"]),

@@ -31,7 +31,7 @@ class Field:
     """`refuse`: a value outside low..high is an error; otherwise it is moved to the nearer end."""
 
     name: str
-    kind: str  # "bool", "int", "float"
+    kind: str  # "bool", "int", "long" (of 64 bits), "float"
     low: float | None = None
     high: float | None = None
     refuse: bool = False
@@ -45,7 +45,7 @@ class Field:
         if low <= number <= high:
             return number
         if self.refuse:
-            form: Callable[[float], str] = str if self.kind == "int" else "{:f}".format
+            form: Callable[[float], str] = str if self.kind in ("int", "long") else "{:f}".format
             raise ApiError(
                 f"Field '{self.name}': Value must be between {form(low)} <= value <= {form(high)}, "
                 f"but got {form(number)}"
@@ -61,8 +61,17 @@ class Field:
             raise ApiError(f"Field '{self.name}': {type_error('number', value)}")
         if self.kind == "float":
             return float(value) if abs(value) < 1e300 else math.copysign(math.inf, value)
-        # C++'s conversion of a number that does not fit gives the smallest integer
-        return int(value) if abs(value) <= INT_MAX else -(2**31)
+        return _cpp_int(value, 64 if self.kind == "long" else 32)
+
+
+def _cpp_int(value: float, n_bits: int) -> int:
+    """A number as llama-server's integer: a whole one keeps its lowest bits, another that does not fit gives the
+    smallest integer. JSON's whole numbers end at 64 bits there; larger ones are no whole ones any more.
+    """
+    limit = 1 << (n_bits - 1)
+    if isinstance(value, int) and -(2**63) <= value < 2**64:
+        return (value + limit) % (2 * limit) - limit
+    return int(value) if -limit <= value < limit else -limit
 
 
 def _hard_int(name: str, low: int, high: int = INT_MAX) -> Field:
@@ -107,7 +116,7 @@ TASK_FIELDS = (
     _hard_int("n_discard", 0),
     _hard_int("n_cache_reuse", 0),
     _hard_int("n_indent", 0),
-    Field("t_max_predict_ms", "int", -1, 2**63 - 1, refuse=True),
+    Field("t_max_predict_ms", "long", -1, 2**63 - 1, refuse=True),
     Field("cache_prompt", "bool"),
     Field("return_tokens", "bool"),
     Field("return_progress", "bool"),
