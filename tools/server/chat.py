@@ -82,8 +82,9 @@ def read_chat(state: ServerState, body: dict[str, Any]) -> ChatPrompt:
         variables["enable_thinking"] = prefill.is_reasoning or prefill.thoughts != ""
     wants_prompt = prefill is not None or body.get("add_generation_prompt", True) is not False
     shown = clean(messages if prefill is None else messages[:-1], template.capabilities, template.typed_only)
-    bare = template.render(shown, use.tools, False, **variables)
-    text = template.render(shown, use.tools, True, **variables) if wants_prompt else bare
+    tools = [_as_shown(tool) for tool in use.tools]
+    bare = template.render(shown, tools, False, **variables)
+    text = template.render(shown, tools, True, **variables) if wants_prompt else bare
     opening = text[len(bare) :] if text.startswith(bare) else ""
     content, thoughts = _continued(prefill, template)
     opening += thoughts
@@ -140,6 +141,17 @@ def read_tools(body: dict[str, Any], jinja: bool) -> ToolUse:
     if body.get("parallel_tool_calls") is not None:
         use.parallel = Field("parallel_tool_calls", "bool").read(body["parallel_tool_calls"])
     return use
+
+
+def _as_shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates see it: llama-server keeps these keys, in this order, and fills in what is missing."""
+    function = tool["function"]
+    shown = {
+        "name": function["name"],
+        "description": function.get("description") or "",
+        "parameters": function.get("parameters", {}),
+    }
+    return {"type": "function", "function": shown}
 
 
 def _named(choice: dict[str, Any], tools: list[dict[str, Any]]) -> str:
