@@ -75,7 +75,7 @@ class Answer:
 
     def empty(self) -> None:
         """An empty prompt has an empty answer."""
-        self.finish_reason, self.done, self.timings = "stop", True, JobStats().timings()
+        self.finish_reason, self.done, self.timings = "length", True, JobStats().timings()
 
     def take(self, update: Update) -> Step:
         """Add an update; returns what is new."""

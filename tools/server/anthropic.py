@@ -278,9 +278,7 @@ def _input(arguments: str) -> Any:
 
 async def messages(http: HttpRequest, state: ServerState) -> Response:
     chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
-    return await run_completion(
-        http, state, chat.task, [chat.tokens], lambda many: MessagesForm(state, chat), is_list=False
-    )
+    return await run_completion(http, state, chat.task, [chat.tokens], MessagesForm(state, chat))
 
 
 async def count_tokens(http: HttpRequest, state: ServerState) -> Response:

@@ -307,9 +307,7 @@ def _event(name: str, **data: Any) -> Chunk:
 
 async def responses(http: HttpRequest, state: ServerState) -> Response:
     chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
-    return await run_completion(
-        http, state, chat.task, [chat.tokens], lambda many: ResponsesForm(state, chat), is_list=False
-    )
+    return await run_completion(http, state, chat.task, [chat.tokens], ResponsesForm(state, chat))
 
 
 async def input_tokens(http: HttpRequest, state: ServerState) -> Response:
