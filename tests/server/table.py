@@ -81,7 +81,7 @@ TABLE = (
     completion("probabilities", prompt=CODE, n_probs=3),
     completion("probabilities in a stream", prompt=CODE, n_probs=2, stream=True),
     completion("a list of one prompt", prompt=["a"]),
-    completion("a list of one empty prompt", prompt=[[]]),
+    completion("a list of one empty prompt", prompt=[[]], row={"loose": ("tokens_cached",)}),  # what the slot had there
     completion("numbers beyond 32 bits", prompt=CODE, n_predict=2**32 + 3, top_k=2**40 + 5, n_keep=2**63 - 1,
         id_slot=2**33),
     completion("a limit of 64 ones", prompt=CODE, n_predict=2**64 - 1, stop=["\n", " ", "_"],

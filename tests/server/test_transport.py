@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -227,6 +228,26 @@ def test_tokenizing_leaves_the_event_loop_alone(client, monkeypatch):
     assert client.post("/tokenize", json={"content": "ab"}).json() == {"tokens": [97, 98]}
     assert client.post("/detokenize", json={"tokens": [97, 98]}).json() == {"content": "ab"}
     assert len(threads) == 2 and all(name.startswith("asyncio_") for name in threads)
+
+
+def test_others_are_answered_while_tokens_become_text(client, monkeypatch):
+    begun, answered = threading.Event(), threading.Event()
+    real = ByteTokenizer.decode
+
+    def slow(self, ids, **options):
+        begun.set()
+        assert answered.wait(10), "nobody else was answered"
+        return real(self, ids, **options)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", slow)
+    body = {"tokens": [97, 98] * 200_000}  # a body that is parsed beside the event loop too
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(httpx.post, f"{client.base_url}/detokenize", json=body, timeout=20)
+        assert begun.wait(10)
+        assert client.get("/health").status_code == 200
+        assert client.post("/tokenize", json={"content": "a"}).json() == {"tokens": [97]}
+        answered.set()
+        assert text.result().json() == {"content": "ab" * 200_000}
 
 
 def test_disabled_endpoints(client):
