@@ -179,12 +179,8 @@ class ChatTemplate:
         )
 
     @cached_property
-    def thinking_tags(self) -> tuple[str, str] | None:
-        """The marks around thoughts, or None if the template has no thoughts.
-
-        A template has them if it writes the `reasoning_content` of the last assistant message; a `<think>` in its
-        generation prompt alone does not count (llama.cpp decides in the same way).
-        """
+    def _around_thoughts(self) -> tuple[str, str] | None:
+        """What stands before the thoughts of the last assistant message, and between them and its content."""
         content: Any = "ANSWERED"
         user: Any = "A user asks."
         if self.typed_only:
@@ -192,14 +188,28 @@ class ChatTemplate:
         turns = [{"role": "user", "content": user},
                  {"role": "assistant", "content": content, "reasoning_content": "THOUGHT"}]  # fmt: skip
         before, found, after = self._try(turns, enable_thinking=True, **preserve_variables(True)).partition("THOUGHT")
-        if not found or "ANSWERED" not in after:
+        return (before, after.partition("ANSWERED")[0]) if found and "ANSWERED" in after else None
+
+    @cached_property
+    def thinking_tags(self) -> tuple[str, str] | None:
+        """The marks around thoughts, or None if the template has no thoughts.
+
+        A template has them if it writes the `reasoning_content` of the last assistant message; a `<think>` in its
+        generation prompt alone does not count (llama.cpp decides in the same way).
+        """
+        if self._around_thoughts is None:
             return None
-        start, end = before.split()[-1:], after.partition("ANSWERED")[0].split()[:1]
+        start, end = self._around_thoughts[0].split()[-1:], self._around_thoughts[1].split()[:1]
         if not start or not end or not re.search("think|thought|reason", start[0], re.IGNORECASE):
             return None
         # The start mark is the last word before the thought, without a turn header that stands right before it.
         opening = start[0][start[0].rfind("<") :] if start[0].endswith(">") else start[0]
         return opening, end[0]
+
+    @property
+    def after_thoughts(self) -> str:
+        """What the template writes between thoughts and the content, the end mark in it; "" without thoughts."""
+        return self._around_thoughts[1] if self.thinking_tags and self._around_thoughts else ""
 
 
 def preserve_variables(keep: bool) -> dict[str, bool]:

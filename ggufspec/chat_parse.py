@@ -108,7 +108,8 @@ class ChatParser:
             self._thinking, self._buffer = None, generation_prompt[at:] if at >= 0 else ""
             self._state = self._content
         elif opened:
-            self._state = self._thought_start
+            begun = opened.removeprefix(thinking[0]).strip()
+            self._state = self._thought if begun else self._thought_start
         elif thinking[1] not in generation_prompt:
             self._state = self._before_thought
 

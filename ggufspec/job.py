@@ -56,12 +56,17 @@ class TokenOut:
 
 @dataclass
 class Event:
-    """What a step did for one job. `text` is safe to show: whole characters, no part of a stop string."""
+    """What a step did for one job. `text` is safe to show: whole characters, no part of a stop string.
+
+    `rest` is U+FFFD when the job has ended inside a character. It is part of the job's text, but a client that reads
+    along does not see it: as in llama.cpp only whole characters are streamed.
+    """
 
     job: Job
     kind: str  # "prompt" (progress), "text", "done", "error"
     text: str = ""
     tokens: list[TokenOut] = field(default_factory=list)
+    rest: str = ""
     error: Exception | None = None
 
 

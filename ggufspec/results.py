@@ -100,11 +100,13 @@ def finish(engine: Engine, slot: Slot, reason: str, stop_kind: str, text: str = 
     """The slot's job ends; what the device does for it ahead is undone."""
     job = slot.job
     assert job is not None
+    rest = ""
     if slot.stream is not None and reason != "cancelled":
-        text += slot.stream.finish()
+        held, rest = slot.stream.finish()
+        text += held
         if slot.stream.stopped_by is not None and not job.stopping_word:
             job.stopping_word, reason, stop_kind = slot.stream.stopped_by, "stop", "word"
-    job.text += text
+    job.text += text + rest
     job.finish_reason, job.stop_kind = reason, stop_kind
     job.stats.predicted_n = len(job.generated)
     job.state = JobState.DONE
@@ -112,7 +114,7 @@ def finish(engine: Engine, slot: Slot, reason: str, stop_kind: str, text: str = 
     engine.leave(slot)
     slot.job, slot.stream, slot.grammar, slot.last = None, None, None, -1
     slot.t_used = time.perf_counter()
-    return Event(job, "done", text, tokens or [])
+    return Event(job, "done", text, tokens or [], rest)
 
 
 def fail(engine: Engine, slot: Slot, error: RequestError, text: str = "", tokens: list[TokenOut] | None = None

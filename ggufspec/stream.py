@@ -9,6 +9,8 @@ from .detokenizer import Detokenizer, StopStrings
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
+REPLACEMENT = "\ufffd"  # stands for bytes that are no UTF-8
+
 
 class TextStream:
     """Feeds tokens through the detokenizer and watches for stop strings.
@@ -27,11 +29,15 @@ class TextStream:
     def push(self, token: int) -> str:
         return self._release(self.detokenizer.feed(self.tokenizer.piece(token, special=self.show_special)))
 
-    def finish(self) -> str:
-        """Everything still held, when the stream ends for another reason than a stop string."""
+    def finish(self) -> tuple[str, str]:
+        """Everything still held, when the stream ends for another reason than a stop string: the text, and U+FFFD
+        for a character that the stream ended inside of. No stop string is looked for in the latter.
+        """
         if self.stopped_by is not None:
-            return ""
-        return self._release(self.detokenizer.flush()) + ("" if self.stopped_by is not None else self.stops.flush())
+            return "", ""
+        rest = REPLACEMENT if self.detokenizer.incomplete else ""
+        text = self._release(self.detokenizer.flush().removesuffix(rest))
+        return (text, "") if self.stopped_by is not None else (text + self.stops.flush(), rest)
 
     def _release(self, text: str) -> str:
         if self.stopped_by is not None:

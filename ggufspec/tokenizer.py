@@ -233,13 +233,21 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The pieces joined; bytes that are no UTF-8 become U+FFFD. Raises RequestError for an id out of range."""
-        return b"".join(self.piece(i, special=not skip_special) for i in ids).decode(errors="replace")
+        ids, parts = list(ids), []
+        pieces: dict[int, bytes] = {}
+        for at in range(0, len(ids), _DECODED_AT_ONCE):
+            some = ids[at : at + _DECODED_AT_ONCE]
+            pieces |= {i: self.piece(i, special=not skip_special) for i in dict.fromkeys(some) if i not in pieces}
+            parts.append(b"".join(map(pieces.__getitem__, some)))
+        return b"".join(parts).decode(errors="replace")
 
     def _check(self, token: int) -> int:
         if not 0 <= token < len(self.tokens):
             raise RequestError(f"token id {token} is outside the vocabulary (0 to {len(self.tokens) - 1})")
         return token
 
+
+_DECODED_AT_ONCE = 8192  # tokens; a longer list would hold the interpreter's lock, and other threads, for too long
 
 _SPECIAL = {TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN}
 

@@ -194,8 +194,34 @@ def test_prefill(client):
     prompt = client.post("/apply-template", json={"messages": messages}).json()["prompt"]
     assert prompt == "<user>Hi<assistant><think>\n\n</think>\n\nSo"
     thinking = [*HELLO, {"role": "assistant", "content": "", "reasoning_content": "Hm"}]
-    body = {"messages": thinking, "continue_final_message": "reasoning_content"}
+    body = {"messages": thinking, "continue_final_message": "reasoning_content", "add_generation_prompt": False}
     assert client.post("/apply-template", json=body).json()["prompt"] == "<user>Hi<assistant><think>\nHm"
+    assert client.post("/apply-template", json={"messages": thinking}).json()["prompt"].endswith("<think>\nHm")
+    both = {"role": "assistant", "content": "So", "reasoning_content": "Hm"}
+    prompt = client.post("/apply-template", json={"messages": [*HELLO, both]}).json()["prompt"]
+    assert prompt == "<user>Hi<assistant><think>\nHm\n</think>\n\nSo"
+
+
+def test_a_continued_answer_begins_with_what_it_continues():
+    thinking = [*HELLO, {"role": "assistant", "content": None, "reasoning_content": "Hm"}]
+    claude = [*HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}]
+    with scripted(" so.\n</think>\n\nYes.") as client:
+        message = client.post("/v1/chat/completions", json={"messages": thinking}).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm so.\n", "Yes.")
+        blocks = client.post("/v1/messages", json={"messages": claude}).json()["content"]
+        assert [block.get("thinking") or block["text"] for block in blocks] == ["Hm so.\n", "Yes."]
+        stream = client.post("/v1/chat/completions", json={"messages": thinking, "stream": True}).text
+        deltas = [d["choices"][0]["delta"] for _, d in chunks_of(stream) if d != "[DONE]"]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == " so.\n"
+        body = {"messages": thinking, "reasoning_format": "none"}
+        message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert message["content"] == "<think>\nHm so.\n</think>\n\nYes."
+
+
+def test_an_error_names_the_field_that_was_sent(client):
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": "2"}
+    message = client.post("/v1/chat/completions", json=body).json()["error"]["message"]
+    assert message == "Field 'top_logprobs': [json.exception.type_error.302] type must be number, but is string"
 
 
 def test_broken_arguments_in_history(client):

@@ -37,7 +37,9 @@ def both(tmp_path_factory, model):
         "slot_save_path": f"{theirs}/",
     }
     with Peer(model, n_ctx=1024, n_parallel=2, params=params) as peer:
-        with httpx.Client(base_url=peer.address, timeout=120) as their_client:
+        # llama.cpp's server closes a connection after a hundred requests, whatever the client has just sent
+        one_each = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(base_url=peer.address, timeout=120, limits=one_each) as their_client:
             argv = ("-c", "2048", "-np", "2", "--alias", "tiny", "--metrics", "--slot-save-path", str(ours))
             with serve_model(*argv, "--device", "none", model=model) as our_client:
                 yield our_client, their_client

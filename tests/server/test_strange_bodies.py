@@ -113,7 +113,7 @@ def test_messages_alone(api, messages, tools):
 @given(prompt=anything | st.lists(st.integers(-1, 300) | text | st.lists(st.integers(0, 3), max_size=2), max_size=3))
 def test_prompts(prompt):
     try:
-        prompts, _ = read_prompts({"prompt": prompt}, state.model.tokenizer)
+        prompts = read_prompts({"prompt": prompt}, state.model.tokenizer)
         for tokens in prompts:
             state.request(tokens, state.reader.read({}))
     except (ApiError, GgufspecError) as e:

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -229,6 +230,26 @@ def test_tokenizing_leaves_the_event_loop_alone(client, monkeypatch):
     assert len(threads) == 2 and all(name.startswith("asyncio_") for name in threads)
 
 
+def test_others_are_answered_while_tokens_become_text(client, monkeypatch):
+    begun, answered = threading.Event(), threading.Event()
+    real = ByteTokenizer.decode
+
+    def slow(self, ids, **options):
+        begun.set()
+        assert answered.wait(10), "nobody else was answered"
+        return real(self, ids, **options)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", slow)
+    body = {"tokens": [97, 98] * 200_000}  # a body that is parsed beside the event loop too
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(httpx.post, f"{client.base_url}/detokenize", json=body, timeout=20)
+        assert begun.wait(10)
+        assert client.get("/health").status_code == 200
+        assert client.post("/tokenize", json={"content": "a"}).json() == {"tokens": [97]}
+        answered.set()
+        assert text.result().json() == {"content": "ab" * 200_000}
+
+
 def test_disabled_endpoints(client):
     assert post(client, "/infill", {}).status_code == 501
     assert post(client, "/v1/embeddings", {"input": "a"}).status_code == 501
@@ -444,7 +465,7 @@ def test_draining_has_an_end(monkeypatch):
 def test_metrics(client):
     post(client, "/completion", {"prompt": "abcd", "n_predict": 3})
     answer = client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4"
     assert int(answer.headers["process-start-time-unix"]) > 1_600_000_000
     values = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
     for name in (

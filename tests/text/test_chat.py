@@ -152,6 +152,9 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "no thinking": {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}},
     "prefill": {"messages": [*HI, {"role": "assistant", "content": "The answer"}]},
     "no generation prompt": {"messages": HI, "add_generation_prompt": False},
+    "tools with more or less than usual": {"messages": HI, "tools": [
+        {"type": "function", "x": 1, "function": {"strict": True, "parameters": {"type": "object"}, "name": "f"}},
+        {"type": "function", "function": {"name": "g"}}]},
     "tools": {"messages": HI, "tools": TOOLS},
     "tool result": {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [CALL]},
                                  {"role": "tool", "content": "rain", "tool_call_id": "1"}], "tools": TOOLS},

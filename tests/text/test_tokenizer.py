@@ -1,8 +1,10 @@
 """The tokenizer gives llama.cpp's ids, and its text comes back whole."""
 
 import importlib.util
+import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +157,8 @@ def test_a_split_emoji_is_held_with_its_token() -> None:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def test_other_threads_run_while_a_long_text_is_encoded() -> None:
-    text = "def f(a, b): return a + b\n" * 40_000
+def longest_silence(work: Callable[[], Any]) -> tuple[float, float]:
+    """(the longest time in which another thread did not run, the time the work took), seconds"""
     ticks, done = [time.perf_counter()], threading.Event()
 
     def tick() -> None:
@@ -166,11 +168,28 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     other = threading.Thread(target=tick)
     other.start()
     start = time.perf_counter()
-    qwen35.encode(text)
+    work()
     took = time.perf_counter() - start
     done.set()
     other.join()
-    assert max(b - a for a, b in zip(ticks, ticks[1:])) < took / 2
+    return max(b - a for a, b in zip(ticks, ticks[1:])), took
+
+
+def test_other_threads_run_while_a_long_text_is_encoded_and_decoded() -> None:
+    text = "def f(a, b): return a + b\n" * 40_000
+    silent, took = longest_silence(lambda: qwen35.encode(text))
+    assert silent < took / 2
+    ids = qwen35.encode(text) * 8
+    silent, took = longest_silence(lambda: qwen35.decode(ids))
+    assert silent < took / 2
+
+
+def test_a_long_list_of_tokens_comes_back_in_order() -> None:
+    ids = random.Random(3).choices(range(len(qwen35.tokens)), k=20_000)
+    expected = b"".join(map(qwen35.piece, ids)).decode(errors="replace")
+    assert qwen35.decode(ids) == qwen35.decode(iter(ids)) == expected
+    with pytest.raises(RequestError, match=f"token id {len(qwen35.tokens)} "):
+        qwen35.decode([*ids, len(qwen35.tokens), -1])
 
 
 def test_special_texts() -> None:

@@ -33,7 +33,8 @@ class Answer:
         self.prompt = prompt
         self.tokenizer = tokenizer
         self.job: Job | None = None
-        self.text = ""
+        self.text = ""  # whole characters
+        self.rest = ""  # U+FFFD when the generation ended inside a character: only whole plain completions show it
         self.tokens: list[int] = []
         self.probs: list[dict[str, Any]] = []
         self.finish_reason = ""  # "stop", "length"
@@ -74,7 +75,7 @@ class Answer:
 
     def empty(self) -> None:
         """An empty prompt has an empty answer."""
-        self.finish_reason, self.done, self.timings = "stop", True, JobStats().timings()
+        self.finish_reason, self.done, self.timings = "length", True, JobStats().timings()
 
     def take(self, update: Update) -> Step:
         """Add an update; returns what is new."""
@@ -95,6 +96,7 @@ class Answer:
         self.tokens += step.tokens
         self.probs += step.probs
         if update.kind == "done":
+            self.rest = update.rest
             self._finish()
         elif self._over_limits():
             self.finish_reason, self.stop_kind, self.done = "length", "limit", True

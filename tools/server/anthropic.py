@@ -207,8 +207,9 @@ class MessagesForm:
         self.output.finish()
         message = self.output.message
         blocks: list[dict[str, Any]] = []
-        if message.reasoning_content:
-            blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
+        thoughts = self.chat.prefill_thoughts + message.reasoning_content
+        if thoughts:
+            blocks.append({"type": "thinking", "thinking": thoughts, "signature": ""})
         if message.content:
             blocks.append({"type": "text", "text": self.chat.prefill + message.content})
         for call in message.tool_calls:
@@ -277,9 +278,7 @@ def _input(arguments: str) -> Any:
 
 async def messages(http: HttpRequest, state: ServerState) -> Response:
     chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
-    return await run_completion(
-        http, state, chat.task, [chat.tokens], lambda many: MessagesForm(state, chat), is_list=False
-    )
+    return await run_completion(http, state, chat.task, [chat.tokens], MessagesForm(state, chat))
 
 
 async def count_tokens(http: HttpRequest, state: ServerState) -> Response:

@@ -42,6 +42,14 @@ async def rerank(http: HttpRequest, state: ServerState) -> Response:
     raise ApiError("This server does not support reranking. Start it with `--reranking`", 501)
 
 
+async def transcriptions(http: HttpRequest, state: ServerState) -> Response:
+    raise ApiError("The current model does not support audio input.", 501)
+
+
+async def systemone(http: HttpRequest, state: ServerState) -> Response:
+    raise ApiError("This model is not a decision model", 501)
+
+
 async def disabled(http: HttpRequest, state: ServerState) -> Response:
     body = {"error": {"message": "this feature is disabled", "type": "feature_disabled"}}
     return JsonResponse(body, status_code=403)
@@ -70,6 +78,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("POST", ("/embedding", "/embeddings"), embeddings.embeddings),
     ("POST", ("/v1/embeddings",), embeddings.embeddings_openai),
     ("POST", ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), rerank),
+    ("POST", ("/v1/audio/transcriptions",), transcriptions),
+    ("POST", ("/v1/systemone",), systemone),
     ("POST", ("/tokenize",), native.tokenize),
     ("POST", ("/detokenize",), native.detokenize),
     ("POST", ("/apply-template",), openai.apply_template),
@@ -106,8 +116,8 @@ def build_app(state: ServerState, metrics: Metrics) -> ASGIApp:
             return error_response(
                 ApiError("This server does not support metrics endpoint. Start it with `--metrics`", 501)
             )
-        headers = {"process-start-time-unix": str(metrics.start_time)}
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4", headers=headers)
+        headers = {"process-start-time-unix": str(metrics.start_time), "content-type": "text/plain; version=0.0.4"}
+        return Response(metrics.text(), headers=headers)
 
     async def speculation(http: HttpRequest) -> Response:
         return JsonResponse(metrics.speculation())

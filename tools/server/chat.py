@@ -32,7 +32,9 @@ class ChatPrompt:
     task: Task
     text: str
     tokens: list[int]
-    prefill: str  # content of a trailing assistant message: the whole answer begins with it
+    prefill: str  # content of the message that is continued: the whole answer begins with it
+    prefill_thoughts: str  # and its thoughts
+    opening: str  # the end of the prompt that the parser of an answer begins with
     thinking: tuple[str, str] | None
     call_format: str | None
     tools: list[dict[str, Any]]
@@ -44,7 +46,7 @@ class ChatPrompt:
             self.call_format,
             self.tools,
             self.task.reasoning_format,
-            self.task.generation_prompt,
+            self.opening,
         )
 
 
@@ -74,30 +76,36 @@ def read_chat(state: ServerState, body: dict[str, Any]) -> ChatPrompt:
     task = state.reader.read(_with_logprobs(body, bool(use.tools)))
     prefill = split_prefill(messages, body, settings.prefill_assistant)
     template = state.model.chat.pick(bool(use.tools))
-    variables = template_variables(state, template, body, prefill)
+    tags = None if settings.skip_parsing else template.thinking_tags
+    variables = template_variables(state, template, body)
+    if prefill is not None and template.thinking_tags is not None:
+        variables["enable_thinking"] = prefill.is_reasoning or prefill.thoughts != ""
     wants_prompt = prefill is not None or body.get("add_generation_prompt", True) is not False
     shown = clean(messages if prefill is None else messages[:-1], template.capabilities, template.typed_only)
-    bare = template.render(shown, use.tools, False, **variables)
-    text = template.render(shown, use.tools, True, **variables) if wants_prompt else bare
-    task.generation_prompt = text[len(bare) :] if text.startswith(bare) else ""
-    text = _without_marks(text, state) + (prefill.text if prefill is not None else "")
-    tags = None if settings.skip_parsing else template.thinking_tags
+    tools = [_as_shown(tool) for tool in use.tools]
+    bare = template.render(shown, tools, False, **variables)
+    text = template.render(shown, tools, True, **variables) if wants_prompt else bare
+    opening = text[len(bare) :] if text.startswith(bare) else ""
+    content, thoughts = _continued(prefill, template)
+    opening += thoughts
+    task.generation_prompt = opening + content
+    text = _without_marks(text, state) + thoughts + content
     call_format = detect_format(template.source) if use.callable and not settings.skip_parsing else None
     task.chat_format = call_format or "Content-only"
     set_grammar(state, task, body)
-    chosen = choose_grammar(use, schema, call_format, template, _open_end(tags, task.generation_prompt))
+    chosen = choose_grammar(use, schema, call_format, template, _open_end(tags, opening))
     if chosen is not None:
         task.grammar, task.grammar_text = chosen, chosen.text
         task.grammar_lazy = chosen.lazy
         task.grammar_triggers = [{"type": trigger.kind, "value": trigger.value} for trigger in chosen.triggers]
-    budget = read_budget(state, body, tags, task.generation_prompt)
+    budget = read_budget(state, body, tags, opening)
     if budget is not None:
         task.grammar = replace(task.grammar or GrammarSpec("none"), thinking=budget)
     return ChatPrompt(
         task,
         text,
         state.model.tokenizer.encode(text, add_special=True, parse_special=True),
-        prefill.text if prefill is not None and not prefill.is_reasoning else "",
+        *_begun(content, thoughts, opening, tags, task.reasoning_format == "none" and prefill is not None),
         tags,
         call_format,
         use.callable if call_format else [],
@@ -133,6 +141,17 @@ def read_tools(body: dict[str, Any], jinja: bool) -> ToolUse:
     if body.get("parallel_tool_calls") is not None:
         use.parallel = Field("parallel_tool_calls", "bool").read(body["parallel_tool_calls"])
     return use
+
+
+def _as_shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates see it: llama-server keeps these keys, in this order, and fills in what is missing."""
+    function = tool["function"]
+    shown = {
+        "name": function["name"],
+        "description": function.get("description") or "",
+        "parameters": function.get("parameters", {}),
+    }
+    return {"type": "function", "function": shown}
 
 
 def _named(choice: dict[str, Any], tools: list[dict[str, Any]]) -> str:
@@ -178,8 +197,9 @@ def _with_logprobs(body: dict[str, Any], with_tools: bool) -> dict[str, Any]:
     if wants is True:
         if with_tools and body.get("stream"):
             raise ApiError("logprobs is not supported with tools + stream")
-        return body | {"n_probs": body.get("top_logprobs", DEFAULT_TOP_LOGPROBS)}
-    if "top_logprobs" in body and not wants:
+        n_top = body.get("top_logprobs", DEFAULT_TOP_LOGPROBS)
+        return body | {"n_probs": Field("top_logprobs", "int").read(n_top)}
+    if "top_logprobs" in body:
         raise ApiError("top_logprobs requires logprobs to be set to true")
     return body
 
@@ -234,9 +254,32 @@ def _spec(grammar: ChatGrammar) -> GrammarSpec:
 # -- rendering -----------------------------------------------------------------------------------------------------
 
 
-def template_variables(
-    state: ServerState, template: ChatTemplate, body: dict[str, Any], prefill: Prefill | None
-) -> dict[str, Any]:
+def _continued(prefill: Prefill | None, template: ChatTemplate) -> tuple[str, str]:
+    """(content, thoughts with what stands between the two) of a message that is continued; a template that does not
+    know thoughts leaves them out.
+    """
+    if prefill is None:
+        return "", ""
+    if not prefill.thoughts or template.thinking_tags is None:
+        return prefill.content, ""
+    return prefill.content, prefill.thoughts + ("" if prefill.is_reasoning else template.after_thoughts)
+
+
+def _begun(
+    content: str, thoughts: str, opening: str, tags: tuple[str, str] | None, unparsed: bool
+) -> tuple[str, str, str]:
+    """(content, thoughts) with which a whole answer begins, and the opening that its parser has to know.
+
+    `unparsed`: thoughts stay in the content with their marks, so that all of it is what a whole answer begins with.
+    """
+    if tags is None:
+        return content, "", opening
+    if unparsed and tags[0] in opening:
+        return opening[opening.rfind(tags[0]) :] + content, "", ""
+    return content, thoughts.partition(tags[1])[0], opening
+
+
+def template_variables(state: ServerState, template: ChatTemplate, body: dict[str, Any]) -> dict[str, Any]:
     """What a template sees beside messages and tools; the request's kwargs win over the command line's."""
     settings = state.settings.chat
     thinking = {"on": True, "off": False}.get(settings.reasoning, template.thinking_tags is not None)
@@ -250,11 +293,9 @@ def template_variables(
     kwargs = body.get("chat_template_kwargs")
     if isinstance(kwargs, dict):
         given = kwargs.get("enable_thinking")
-        if given is not None and not isinstance(given, bool):
+        if isinstance(given, str):
             raise ApiError(f'invalid type for "enable_thinking" (expected boolean, got {type_name(given)})')
         variables |= kwargs
-    if prefill is not None:
-        variables["enable_thinking"] = prefill.is_reasoning
     keep = variables.pop("preserve_reasoning", settings.reasoning_preserve)
     return preserve_variables(bool(keep)) | variables
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ggufspec.chat import Capabilities
 
-from .errors import ApiError
+from .errors import ApiError, type_error
 
 _MEDIA = {"image_url": "image", "input_audio": "audio", "input_video": "video", "video_url": "video"}
 
@@ -27,13 +27,16 @@ def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         role = message.get("role")
         if role != "assistant" and "content" not in message:
             raise ApiError("All non-assistant messages must contain 'content'")
-        if role == "assistant" and message.get("content") is None and not message.get("tool_calls"):
+        if role == "assistant" and "content" not in message and "tool_calls" not in message:
             raise ApiError("Assistant message must contain either 'content' or 'tool_calls'!")
         if not isinstance(role, str):
             shown = json.dumps(message, ensure_ascii=False)
             raise ApiError(f"Failed to parse messages: Missing 'role' in message: {shown}")
         _check_content(message.get("content"))
         _check_calls(message.get("tool_calls"))
+        if not isinstance(message.get("reasoning_content") or "", str):
+            kind = type_error("string", message["reasoning_content"])
+            raise ApiError(f"Failed to parse messages: reasoning_content: {kind}")
     return messages
 
 
@@ -68,30 +71,38 @@ def _check_calls(calls: Any) -> None:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The beginning of the answer, given by a trailing assistant message."""
+    """The beginning of the answer, given by the last message. With `is_reasoning` the thoughts go on, and there is
+    no content yet.
+    """
 
-    text: str
+    content: str
+    thoughts: str = ""
     is_reasoning: bool = False
 
 
 def split_prefill(messages: Sequence[dict[str, Any]], body: dict[str, Any], enabled: bool) -> Prefill | None:
-    """The last message, if it is the assistant's and is to be continued."""
+    """The last message, if it is to be continued: the assistant's is by default, any if the request says so.
+
+    Its thoughts are continued if it has no content, or if the request says so.
+    """
     go_on = body.get("continue_final_message", False)
     if not isinstance(go_on, bool) and go_on not in ("content", "reasoning_content"):
         raise ApiError('Invalid continue_final_message: expected a boolean, "content" or "reasoning_content"')
-    if go_on and body.get("add_generation_prompt", False):
+    if go_on and body.get("add_generation_prompt", True) is not False:
         raise ApiError("Cannot set both add_generation_prompt and continue_final_message to true.")
     last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or not (enabled or go_on):
+    if not last or not (go_on or (enabled and last["role"] == "assistant")):
         return None
-    if len(messages) > 1 and messages[-2].get("role") == "assistant":
+    if last["role"] == "assistant" and len(messages) > 1 and messages[-2].get("role") == "assistant":
         raise ApiError("Cannot have 2 or more assistant messages at the end of the list.")
     if last.get("tool_calls"):
         raise ApiError("Cannot continue an assistant message that has tool calls.")
-    if go_on == "reasoning_content":
-        return Prefill(last.get("reasoning_content") or "", is_reasoning=True)
-    content = last.get("content")
-    return Prefill(content if isinstance(content, str) else "\n\n".join(part["text"] for part in content or []))
+    content, thoughts = last.get("content") or "", last.get("reasoning_content") or ""
+    if not isinstance(content, str):
+        content = "\n\n".join(part["text"] for part in content)
+    if go_on == "reasoning_content" or (thoughts and not content and go_on != "content"):
+        return Prefill("", thoughts, is_reasoning=True)
+    return Prefill(content, thoughts)
 
 
 def clean(messages: Sequence[dict[str, Any]], can: Capabilities, typed_only: bool) -> list[dict[str, Any]]:

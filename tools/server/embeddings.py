@@ -40,7 +40,7 @@ async def _embeddings(http: HttpRequest, state: ServerState, openai: bool) -> Re
     encoding = body.get("encoding_format", "float")
     if encoding not in ("float", "base64"):
         raise ApiError('The format to return the embeddings in. Can be either "float" or "base64"')
-    prompts, _ = await asyncio.to_thread(read_prompts, body, state.model.tokenizer, name)
+    prompts = await asyncio.to_thread(read_prompts, body, state.model.tokenizer, name)
     if any(not prompt for prompt in prompts):
         raise ApiError("Input content cannot be empty")
     task = state.reader.read({})

@@ -31,7 +31,7 @@ class Field:
     """`refuse`: a value outside low..high is an error; otherwise it is moved to the nearer end."""
 
     name: str
-    kind: str  # "bool", "int", "float"
+    kind: str  # "bool", "int", "long" (of 64 bits), "float"
     low: float | None = None
     high: float | None = None
     refuse: bool = False
@@ -45,7 +45,7 @@ class Field:
         if low <= number <= high:
             return number
         if self.refuse:
-            form: Callable[[float], str] = str if self.kind == "int" else "{:f}".format
+            form: Callable[[float], str] = str if self.kind in ("int", "long") else "{:f}".format
             raise ApiError(
                 f"Field '{self.name}': Value must be between {form(low)} <= value <= {form(high)}, "
                 f"but got {form(number)}"
@@ -61,8 +61,17 @@ class Field:
             raise ApiError(f"Field '{self.name}': {type_error('number', value)}")
         if self.kind == "float":
             return float(value) if abs(value) < 1e300 else math.copysign(math.inf, value)
-        # C++'s conversion of a number that does not fit gives the smallest integer
-        return int(value) if abs(value) <= INT_MAX else -(2**31)
+        return _cpp_int(value, 64 if self.kind == "long" else 32)
+
+
+def _cpp_int(value: float, n_bits: int) -> int:
+    """A number as llama-server's integer: a whole one keeps its lowest bits, another that does not fit gives the
+    smallest integer. JSON's whole numbers end at 64 bits there; larger ones are no whole ones any more.
+    """
+    limit = 1 << (n_bits - 1)
+    if isinstance(value, int) and -(2**63) <= value < 2**64:
+        return (value + limit) % (2 * limit) - limit
+    return int(value) if -limit <= value < limit else -limit
 
 
 def _hard_int(name: str, low: int, high: int = INT_MAX) -> Field:
@@ -107,7 +116,7 @@ TASK_FIELDS = (
     _hard_int("n_discard", 0),
     _hard_int("n_cache_reuse", 0),
     _hard_int("n_indent", 0),
-    Field("t_max_predict_ms", "int", -1, 2**63 - 1, refuse=True),
+    Field("t_max_predict_ms", "long", -1, 2**63 - 1, refuse=True),
     Field("cache_prompt", "bool"),
     Field("return_tokens", "bool"),
     Field("return_progress", "bool"),
@@ -221,7 +230,7 @@ class Reader:
         """A Task for a body whose null members are gone. Raises ApiError naming the field."""
         sampling = {f.name: f.read(body[f.name]) for f in SAMPLING_FIELDS if f.name in body}
         own = {f.name: f.read(body[f.name]) for f in TASK_FIELDS if f.name in body}
-        if "n_probs" not in sampling and "logprobs" in body and not isinstance(body["logprobs"], bool):
+        if "n_probs" not in sampling and "logprobs" in body:
             sampling["n_probs"] = Field("logprobs", "int").read(body["logprobs"])
         if sampling.get("dry_base", 1.0) < 1.0:
             del sampling["dry_base"]
@@ -246,7 +255,7 @@ class Reader:
             raise ApiError(f"Failed to initialize samplers: {e}") from None
         task.n_predict = self._limit(body)
         task.n_cmpl = self._completions(body)
-        task.stop = _stops(body) if "stop" in body else list(self.defaults.stop)
+        task.stop = (_stops(body) if "stop" in body else []) or list(self.defaults.stop)
         task.include_usage = _include_usage(body)
         task.speculation = self._speculation(body)
         if not isinstance(body.get("lora", []), list):
@@ -353,10 +362,11 @@ def _stops(body: dict[str, Any]) -> list[str]:
         return [value]
     if not isinstance(value, list):
         return []
-    for text in value:
+    texts = [text for text in value if text is not None]
+    for text in texts:
         if not isinstance(text, str):
             raise ApiError(f"Field 'stop': {type_error('string', text)}")
-    return list(value)
+    return texts
 
 
 def _include_usage(body: dict[str, Any]) -> bool:

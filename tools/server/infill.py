@@ -32,9 +32,7 @@ async def infill(http: HttpRequest, state: ServerState) -> Response:
     task = state.reader.read(body)
     set_grammar(state, task, body)
     prompt = infill_prompt(state, body)
-    return await run_completion(
-        http, state, task, [prompt], lambda many: NativeForm(state, task, many), is_list=False
-    )
+    return await run_completion(http, state, task, [prompt], NativeForm(state, task))
 
 
 def infill_prompt(state: ServerState, body: dict[str, Any]) -> list[int]:

@@ -106,6 +106,8 @@ async def lora_adapters(http: HttpRequest, state: ServerState) -> Response:
     if http.method == "GET":
         return JsonResponse([])
     value = parse_json(await http.body())
-    if value != []:
+    if not isinstance(value, list):
+        raise ApiError("Request body must be an array")
+    if value:
         raise ApiError("adapters are not supported: no --lora was loaded, so only an empty list can be set")
     return JsonResponse({"success": True})

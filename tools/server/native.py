@@ -19,7 +19,7 @@ from .answer import Answer, Step
 from .errors import ApiError, read_object, type_error
 from .fields import Task
 from .prompts import read_prompts, tokenize_mixed
-from .respond import Chunk, JsonResponse, respond
+from .respond import Chunk, Form, JsonResponse, respond
 from .state import ServerState
 from .worker import Update
 
@@ -29,11 +29,10 @@ class NativeForm:
 
     done_mark = False
 
-    def __init__(self, state: ServerState, task: Task, is_list: bool):
+    def __init__(self, state: ServerState, task: Task):
         self.state = state
         self.task = task
         self.stream = task.stream
-        self.is_list = is_list
 
     def prompt(self, answer: Answer, update: Update) -> Iterable[Chunk]:
         if not self.task.return_progress:
@@ -72,7 +71,7 @@ class NativeForm:
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         results = [self._select(final(self.state, answer, with_text=True)) for answer in answers]
-        return results if self.is_list else results[0]
+        return results if len(results) > 1 else results[0]
 
     def failed(self, error: ApiError) -> Chunk:
         return error.body()
@@ -96,7 +95,7 @@ def final(state: ServerState, answer: Answer, with_text: bool) -> dict[str, Any]
     task = answer.task
     result: dict[str, Any] = {
         "index": answer.index,
-        "content": answer.text if with_text else "",
+        "content": answer.text + answer.rest if with_text else "",
         "tokens": answer.tokens if with_text and task.return_tokens else [],
         "id_slot": answer.id_slot,
         "stop": True,
@@ -118,9 +117,9 @@ def final(state: ServerState, answer: Answer, with_text: bool) -> dict[str, Any]
 
 
 async def run_completion(
-    http: HttpRequest, state: ServerState, task: Task, prompts: list[list[int]], make_form: Any, is_list: bool
+    http: HttpRequest, state: ServerState, task: Task, prompts: list[list[int]], form: Form
 ) -> Response:
-    """Submit every prompt `n` times and answer in the form `make_form(is_list)` makes."""
+    """Submit every prompt `n` times and answer in this form."""
     await prepare(state, task)
     answers: list[Answer] = []
     requests: list[Request | None] = []
@@ -128,18 +127,15 @@ async def run_completion(
         for i in range(task.n_cmpl):
             answers.append(Answer(len(answers), task, prompt, state.model.tokenizer))
             requests.append(state.request(prompt, task, seed_offset=i))
-    form = make_form(is_list or task.n_cmpl > 1)
     return await respond(http, state.worker, answers, requests, form, state.config.timeout_s)
 
 
 async def completion(http: HttpRequest, state: ServerState) -> Response:
     body = await read_object(http)
-    prompts, is_list = await asyncio.to_thread(read_prompts, body, state.model.tokenizer)
+    prompts = await asyncio.to_thread(read_prompts, body, state.model.tokenizer)
     task = state.reader.read(body)
     set_grammar(state, task, body)
-    return await run_completion(
-        http, state, task, prompts, lambda many: NativeForm(state, task, many), is_list
-    )
+    return await run_completion(http, state, task, prompts, NativeForm(state, task))
 
 
 def set_grammar(state: ServerState, task: Task, body: dict[str, Any]) -> None:
@@ -215,17 +211,22 @@ async def tokenize(http: HttpRequest, state: ServerState) -> Response:
 
 def _tokenize(body: dict[str, Any], tokenizer: Any) -> Response:
     content = body.get("content", "")
-    special = bool(body.get("add_special", False))
-    parse = bool(body.get("parse_special", True))
+    special = _flag(body, "add_special", False)
+    parse = _flag(body, "parse_special", True)
     if isinstance(content, list) and all(isinstance(x, str | int) and x is not True for x in content):
         ids = tokenize_mixed(content, tokenizer, special, parse)
     elif isinstance(content, str):
         ids = tokenizer.encode(content, add_special=special, parse_special=parse) if content else []
     else:
         raise ApiError(type_error("string", content))
-    if not body.get("with_pieces", False):
+    if not _flag(body, "with_pieces", False):
         return JsonResponse({"tokens": ids})
     return JsonResponse({"tokens": [{"id": i, "piece": _piece(tokenizer.piece(i))} for i in ids]})
+
+
+def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name, default)
+    return value if isinstance(value, bool) else default
 
 
 def _piece(piece: bytes) -> str | list[int]:
@@ -233,6 +234,13 @@ def _piece(piece: bytes) -> str | list[int]:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
         return list(piece)
+
+
+def _token(value: Any) -> int:
+    """A token id written as any number."""
+    if not isinstance(value, int | float):
+        raise ApiError(type_error("number", value))
+    return int(value)
 
 
 async def detokenize(http: HttpRequest, state: ServerState) -> Response:
@@ -243,7 +251,6 @@ def _detokenize(body: dict[str, Any], tokenizer: Any) -> Response:
     tokens = body.get("tokens", [])
     if not isinstance(tokens, list):
         raise ApiError(type_error("array", tokens))
-    for token in tokens:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ApiError(type_error("number", token))
+    if set(map(type, tokens)) - {int}:
+        tokens = [_token(token) for token in tokens]
     return JsonResponse({"content": tokenizer.decode(tokens)})

@@ -89,7 +89,7 @@ class TextForm(_Envelope):
     def whole(self, answers: Sequence[Answer]) -> Any:
         choices = [
             {
-                "text": answer.text,
+                "text": answer.text + answer.rest,
                 "index": answer.index,
                 "logprobs": {"content": answer.probs} if answer.probs else None,
                 "finish_reason": answer.finish_reason,
@@ -102,10 +102,10 @@ class TextForm(_Envelope):
 
 async def completions(http: HttpRequest, state: ServerState) -> Response:
     body = await read_object(http)
-    prompts, is_list = await asyncio.to_thread(read_prompts, body, state.model.tokenizer)
+    prompts = await asyncio.to_thread(read_prompts, body, state.model.tokenizer)
     task = state.reader.read(body)
     set_grammar(state, task, body)
-    return await run_completion(http, state, task, prompts, lambda many: TextForm(state, task), is_list)
+    return await run_completion(http, state, task, prompts, TextForm(state, task))
 
 
 class ChatForm(_Envelope):
@@ -185,6 +185,8 @@ class ChatForm(_Envelope):
             output.finish()
             message = output.message.as_openai()
             message["content"] = self.chat.prefill + message["content"]
+            if self.chat.prefill_thoughts:
+                message["reasoning_content"] = self.chat.prefill_thoughts + message.get("reasoning_content", "")
             reason = finish_reason(answer, output.message.tool_calls)
             choice = {"finish_reason": reason, "index": answer.index, "message": message}
             if answer.probs:
@@ -205,9 +207,7 @@ async def chat_completions(http: HttpRequest, state: ServerState) -> Response:
     body = await read_object(http)
     chat = await asyncio.to_thread(read_chat, state, body)
     task = chat.task
-    return await run_completion(
-        http, state, task, [chat.tokens], lambda many: ChatForm(state, task, chat, task.n_cmpl), is_list=False
-    )
+    return await run_completion(http, state, task, [chat.tokens], ChatForm(state, task, chat, task.n_cmpl))
 
 
 async def chat_input_tokens(http: HttpRequest, state: ServerState) -> Response:

@@ -12,18 +12,18 @@ _FORMS = (
 )
 
 
-def read_prompts(body: dict[str, Any], tokenizer: Any, name: str = "prompt") -> tuple[list[list[int]], bool]:
-    """(token lists, whether the field was a list of prompts). BOS is added as the vocabulary asks."""
+def read_prompts(body: dict[str, Any], tokenizer: Any, name: str = "prompt") -> list[list[int]]:
+    """The token lists of one prompt or several. BOS is added as the vocabulary asks."""
     if name not in body:
         raise missing_key(name)
     value = body[name]
     if isinstance(value, list) and not value:
         raise ApiError(f'"{name}" must not be empty')
     if isinstance(value, list) and not _is_mixed(value):
-        return [_one(item, tokenizer, name) for item in value], True
+        return [_one(item, tokenizer, name) for item in value]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return [_one(item, tokenizer, name) for item in value], True
-    return [_one(value, tokenizer, name)], False
+        return [_one(item, tokenizer, name) for item in value]
+    return [_one(value, tokenizer, name)]
 
 
 def _is_token(value: Any) -> bool:
@@ -37,7 +37,7 @@ def _is_mixed(value: list[Any]) -> bool:
 def _one(value: Any, tokenizer: Any, name: str) -> list[int]:
     if isinstance(value, str):
         return tokenizer.encode(value, add_special=True, parse_special=True)
-    if isinstance(value, list) and value and _is_mixed(value):
+    if isinstance(value, list) and _is_mixed(value):
         return tokenize_mixed(value, tokenizer, add_special=True, parse_special=True)
     if isinstance(value, dict) and isinstance(value.get("prompt_string"), str):
         if value.get("multimodal_data"):

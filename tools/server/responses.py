@@ -255,8 +255,9 @@ class ResponsesForm:
 
     def _output(self, message: ParsedMessage) -> list[dict[str, Any]]:
         items = []
-        if message.reasoning_content:
-            items.append(reasoning_item(self.reasoning_id, message.reasoning_content))
+        thoughts = self.chat.prefill_thoughts + message.reasoning_content
+        if thoughts:
+            items.append(reasoning_item(self.reasoning_id, thoughts))
         if message.content:
             items.append(message_item(self.message_id, self.chat.prefill + message.content))
         return items + [call_item(call) for call in message.tool_calls]
@@ -306,9 +307,7 @@ def _event(name: str, **data: Any) -> Chunk:
 
 async def responses(http: HttpRequest, state: ServerState) -> Response:
     chat = await asyncio.to_thread(read_chat, state, to_chat(await read_object(http)))
-    return await run_completion(
-        http, state, chat.task, [chat.tokens], lambda many: ResponsesForm(state, chat), is_list=False
-    )
+    return await run_completion(http, state, chat.task, [chat.tokens], ResponsesForm(state, chat))
 
 
 async def input_tokens(http: HttpRequest, state: ServerState) -> Response:

@@ -39,6 +39,7 @@ class Update:
 
     kind: str  # "prompt", "text", "done", "error"; "gone" when the client has left
     text: str = ""
+    rest: str = ""  # U+FFFD when the job ended inside a character
     tokens: list[TokenOut] = field(default_factory=list)
     n_prompt_done: int = 0
     timings: dict[str, Any] = field(default_factory=dict)
@@ -209,7 +210,7 @@ class EngineWorker:
             if stream is None:
                 continue
             self._latest[job.slot] = stream
-            update = Update(event.kind, event.text, event.tokens, job.n_prompt_done)
+            update = Update(event.kind, event.text, event.rest, event.tokens, job.n_prompt_done)
             if event.kind in ("done", "error"):
                 del self._streams[job.id]
             if event.kind == "error":
