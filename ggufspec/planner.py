@@ -25,7 +25,6 @@ from .drafters.load import borrows_head, row_limit, whole_head
 from .drafters.mtp import Mtp
 from .drafters.recognize import check_pair, check_types, file_for, infer_types
 from .drafters.small_model import SmallModel
-from .errors import PlacementError
 from .kernels.gdn.chunked import CHUNK
 from .kernels.kv import CELL_CHUNK
 from .kernels.matmul.cuda import SCRATCH_BYTES
@@ -34,7 +33,7 @@ from .kernels.peer.link import WORD_BYTES, memory_words
 from .models import Model, load_model, read_config
 from .models.qwen35 import load_mtp
 from .parallel import WHOLE, Shard, check_group
-from .placement import Placement, place_layers
+from .placement import Placement, check_whole, place_layers, shares_of
 from .prefill import WIDTHS, padded_width
 from .sizes import SizeWeights
 
@@ -297,14 +296,12 @@ def check(q: Question) -> None:
 
 def measure(q: Question) -> list[Part]:
     """The processes of a run: one, or one a device of a tensor split (devices with share 0 take no part)."""
-    if not q.is_tensor:
+    if not q.is_tensor or q.gpu_layers == 0:
         return [_measure_one(q, placement_of(q), WHOLE)]
-    shares = q.shares or (1.0,) * len(q.devices)
-    if len(shares) > len(q.devices):
-        raise PlacementError(f"--tensor-split has {len(shares)} shares for {len(q.devices)} devices")
+    shares = shares_of(q.shares, len(q.devices)) or (1.0,) * len(q.devices)
     used = [(device, share) for device, share in zip(q.devices, shares) if share > 0]
-    if not used:
-        raise PlacementError("--tensor-split gives no device a share")
+    if len(used) > 1:
+        check_whole(q.gpu_layers, q.config.block_count)
     ratios = tuple(share for _, share in used)
     check_group(Shard(0, ratios))
     owner = owner_of(q.draft_device, [device for device, _ in used])
@@ -327,7 +324,7 @@ def whole_on(device: torch.device, config: Config) -> Placement:
 
 def placement_of(q: Question) -> Placement:
     """Layers on devices, as loading would place them. Without shares they follow the devices' memory."""
-    shares = q.shares or tuple(float(m) if m is not None else 1.0 for m in q.memory)
+    shares = shares_of(q.shares, len(q.devices)) or tuple(float(m) if m is not None else 1.0 for m in q.memory)
     return place_layers(
         list(q.devices), q.config.block_count, q.config.n_layers, gpu_layers=q.gpu_layers, split=q.split,
         tensor_split=shares if len(q.devices) > 1 else (), main_gpu=q.main_gpu,

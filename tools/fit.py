@@ -70,8 +70,9 @@ def fitted(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFF
     """
     model = settings.model
     wants_shares = model.tensor_split == "auto"
-    devices = [device for device in devices_of(model.devices) if device.type == "cuda"]
-    if not (wants_shares or model.fit) or not devices or model.gpu_layers == 0:
+    devices = devices_of(model.devices)
+    gpus = [device for device in devices if device.type == "cuda"]
+    if not (wants_shares or model.fit) or not gpus or model.gpu_layers == 0:
         if wants_shares:
             raise ConfigError("--tensor-split auto weighs the memory of GPUs, and none is used; name the shares")
         return settings
@@ -79,10 +80,10 @@ def fitted(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFF
         if wants_shares:
             raise ConfigError("--tensor-split auto: under torchrun name the shares (ggufspec plan shows them)")
         return settings
-    free = [int(torch.cuda.mem_get_info(device)[0]) for device in devices]
-    kept = margins(model, len(devices))
-    question = question_of(settings, file, config, draft_file, n_slots, devices,
-                           [n - margin for n, margin in zip(free, kept)], draft_device)
+    free = {device: int(torch.cuda.mem_get_info(device)[0]) for device in gpus}
+    kept = dict(zip(gpus, margins(model, len(gpus))))
+    memory = [free[device] - kept[device] if device in free else None for device in devices]
+    question = question_of(settings, file, config, draft_file, n_slots, devices, memory, draft_device)
     check(question)
     if wants_shares:
         question = replace(question, shares=best_split(question))
@@ -95,7 +96,8 @@ def fitted(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFF
     if planner.plan(n_ctx).fits:
         return settings
     if is_set:
-        without_margin = replace(planner.plan(n_ctx), memory=dict(zip(devices, free)))
+        plan = planner.plan(n_ctx)
+        without_margin = replace(plan, memory=plan.memory | free)
         if without_margin.fits:
             return settings
         raise PlacementError(refusal(without_margin, planner.largest(most=n_ctx), n_slots))

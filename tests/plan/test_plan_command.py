@@ -75,10 +75,12 @@ def test_the_processors_row_has_no_limit(capsys: pytest.CaptureFixture[str]) -> 
     assert "CPU0" in text and "1 slot(s) of 1024 tokens fit" in text
 
 
-def fitted(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[float]) -> tuple[Settings, int, int]:
-    """Settings after `--fit` on GPUs with so much free, and what they come to."""
+def fitted(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[float],
+           devices: list[torch.device] | None = None) -> tuple[Settings, int, int]:
+    """Settings after `--fit` on GPUs with so much free, and what they come to. devices: those named, if not all."""
     free = [int(g * GIB) for g in gib]
-    monkeypatch.setattr(fit, "devices_of", lambda names: [torch.device("cuda", i) for i in range(len(free))])
+    every = [torch.device("cuda", i) for i in range(len(free))]
+    monkeypatch.setattr(fit, "devices_of", lambda names: devices or every)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 2 * free[device.index]))
     settings = parse("server", ["-m", str(target), *line.split()], {})
     file = open_gguf(target)
@@ -102,6 +104,45 @@ def test_a_set_context_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch, targe
         fitted(monkeypatch, target, "-c 262144 -np 1", [20])
     assert "\n" not in str(error.value)
     assert fitted(monkeypatch, target, "-c 262144 -np 1 -fit off", [20])[2] == 262144
+
+
+def test_a_set_context_may_use_what_is_left_free_beside_a_processor(
+    monkeypatch: pytest.MonkeyPatch, target: Path
+) -> None:
+    """Some layers on the CPU, which has no limit: what does not fit with the margin may still fit without it."""
+    whole = next(g for g in range(8, 40) if fits(monkeypatch, target, "-c 8192 -np 1 -ngl 40 -fitt 0", [g]))
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -ngl 40 -fitt 4096", [whole])[2] == 8192
+
+
+def fits(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[float]) -> bool:
+    try:
+        return bool(fitted(monkeypatch, target, line, gib))
+    except PlacementError:
+        return False
+
+
+def test_a_processor_among_the_devices_keeps_its_place(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    """Shares and --main-gpu count it, and it has no limit."""
+    cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -ts 1,1,1", [24, 24], [first, cpu, second])[2] == 8192
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -sm none -mg 1", [32], [cpu, first])[2] == 8192
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -ts 7,1", [8], [cpu, first])[2] == 8192  # an eighth fits
+    with pytest.raises(PlacementError, match="CUDA0 needs"):
+        fitted(monkeypatch, target, "-c 8192 -np 1 -ts 1,7", [8], [cpu, first])
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_shares_that_say_nothing(target: Path, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    """Zeros alone, and any for one GPU."""
+    line = f"-m {target} -sm {mode} -c 8192 -np 1 --gpu-mem"
+    assert shown(capsys, f"{line} 64,64 -ts 0,0") == shown(capsys, f"{line} 64,64")
+    assert shown(capsys, f"{line} 64 -ts 1,3") == shown(capsys, f"{line} 64")
+
+
+def test_a_tensor_split_is_planned_as_it_runs(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"-m {target} -sm tensor -c 8192 -np 1 --gpu-mem 64,64 -ngl"
+    assert "has all 66 layers" in shown(capsys, f"{line} 10", 1)
+    assert "CPU0" in shown(capsys, f"{line} 0")
 
 
 def test_a_model_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
