@@ -50,11 +50,12 @@ class Inbox:
 
     submitted: list[Job] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    erased: list[int] = field(default_factory=list)  # slots of a tensor split, which all ranks forget at one step
     emitted: int = 0  # digest of the last step's tokens: ranks compare theirs
     step_ms: float | None = None  # what the last step took, on the first rank: all ranks' policies go by it
 
     def __bool__(self) -> bool:
-        return bool(self.submitted or self.cancelled)
+        return bool(self.submitted or self.cancelled or self.erased)
 
 
 class Link(Protocol):
@@ -62,6 +63,14 @@ class Link(Protocol):
 
     def share(self, inbox: Inbox) -> Inbox:
         """The first rank's inbox, on every rank; an error when its `emitted` is not this rank's."""
+        ...
+
+    def total(self, n: int) -> int:
+        """The sum of all ranks' n, on every rank."""
+        ...
+
+    def lost(self, error: RuntimeError) -> Exception:
+        """What to raise for an error in the middle of a step: the reason in one line if other ranks have ended."""
         ...
 
 
@@ -197,7 +206,12 @@ class Engine:
     def step(self) -> list[Event]:
         """Admit, one prompt chunk, one decode step (see `_may_come_first`). Returns what happened, in order."""
         with on(self.device):
-            return self._step()
+            try:
+                return self._step()
+            except RuntimeError as error:
+                if self.link is None:
+                    raise
+                raise self.link.lost(error) from error
 
     def _step(self) -> list[Event]:
         while self.crowded:
@@ -245,6 +259,8 @@ class Engine:
         if self.link is not None:
             inbox = self.link.share(inbox)
         self.lengths.step_ms = inbox.step_ms
+        for slot_id in inbox.erased:
+            admission.clear(self, self.slots[slot_id])
         self._queue.extend(inbox.submitted)
         cancelled = set(inbox.cancelled)
         dropped = [job for job in self._queue if job.id in cancelled]
@@ -390,19 +406,33 @@ class Engine:
     # -- slots as data -----------------------------------------------------------------------------------------
 
     def save_slot(self, slot_id: int) -> dict[str, Any]:
-        """Everything of an idle slot as host data: tokens, caches, the drafter's state."""
+        """Everything of an idle slot as host data: tokens, caches, the drafter's state. Not in a tensor split, where
+        this rank has a part of it."""
+        self._check_whole()
         return admission.save(self, self._idle_slot(slot_id))
 
     def restore_slot(self, slot_id: int, data: dict[str, Any]) -> None:
-        """Put saved data into an idle slot: all of it, or nothing (ConfigError)."""
+        """Put saved data into an idle slot: all of it, or nothing (ConfigError). Not in a tensor split."""
+        self._check_whole()
         admission.restore(self, self._idle_slot(slot_id), data)
 
     def erase_slot(self, slot_id: int) -> int:
-        """Forget an idle slot's tokens; returns how many there were."""
+        """Forget an idle slot's tokens; returns how many there were. In a tensor split the next step does it."""
         slot = self._idle_slot(slot_id)
         n = slot.n_past
-        admission.clear(self, slot)
+        if self.link is None:
+            admission.clear(self, slot)
+        else:
+            with self._lock:
+                self._inbox.erased.append(slot_id)
         return n
+
+    def _check_whole(self) -> None:
+        if self.link is not None:
+            raise RequestError(
+                "slots of a tensor split are spread over its processes: they cannot be saved or restored; "
+                "use --split-mode layer", status=501, kind="not_supported_error",
+            )  # fmt: skip
 
     def _idle_slot(self, slot_id: int) -> Slot:
         if not 0 <= slot_id < len(self.slots):
