@@ -97,7 +97,7 @@ def fitted(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFF
         return settings
     if is_set:
         plan = planner.plan(n_ctx)
-        without_margin = replace(plan, memory=plan.memory | free)
+        without_margin = replace(plan, memory={**plan.memory, **free})
         if without_margin.fits:
             return settings
         raise PlacementError(refusal(without_margin, planner.largest(most=n_ctx), n_slots))
