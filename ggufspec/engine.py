@@ -125,6 +125,7 @@ class Engine:
                                stages if graphs is None else None)
         self.prefill = Prefill(target, drafter, self.cache, None if isinstance(graphs, RelayGraphs) else graphs, stages)
         self.link = link
+        self._is_amid = False  # or has been interrupted in a step that all ranks make: the others wait for its rest
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self.lengths = Lengths(self)
         self.continuous = continuous
@@ -196,7 +197,7 @@ class Engine:
                         if event.kind == "error" and event.error is not None:
                             raise event.error
         finally:
-            if job.state is not JobState.DONE:
+            if job.state is not JobState.DONE and not self._is_amid:
                 self.cancel(job)
                 self.step()
 
@@ -206,12 +207,15 @@ class Engine:
     def step(self) -> list[Event]:
         """Admit, one prompt chunk, one decode step (see `_may_come_first`). Returns what happened, in order."""
         with on(self.device):
-            try:
+            if self.link is None:
                 return self._step()
+            self._is_amid = True
+            try:
+                events = self._step()
             except RuntimeError as error:
-                if self.link is None:
-                    raise
                 raise self.link.lost(error) from error
+            self._is_amid = False
+            return events
 
     def _step(self) -> list[Event]:
         while self.crowded:

@@ -111,6 +111,21 @@ def test_an_error_in_a_step_is_explained_by_the_link(model: tuple[Model, Tokeniz
     assert link.errors == [broken]
 
 
+def test_after_an_interrupted_step_there_is_no_other(model: tuple[Model, Tokenizer],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks are amid the step that was interrupted: they would take the next one's messages for its rest."""
+    link = Link()
+    engine = Engine(*model, n_ctx=512, link=link)
+
+    def interrupted(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Model, "forward", interrupted)
+        read(engine, [40, 41])
+    assert len(link.shared) == 1
+
+
 def test_what_counts_as_the_loss_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ggufspec.ranks.PATIENCE_WITH_WATCHER", 0.0)
     ranks = Ranks(1, (1.0, 1.0), None, None, None)  # type: ignore[arg-type]
@@ -173,6 +188,19 @@ def test_the_last_ranks_death_is_the_reason_that_is_given(tmp_path: Path) -> Non
         asking.join()
     text = log.read_text()
     assert "error: rank 2 ended with status -9; all ranks end" in text and "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_the_program() -> None:
+    line = command("cli", "-p", "import os", "-n", "-1", "--ignore-eos", "--temp", "0", "-c", "2048", *SPLIT)
+    for seconds in (0.03, 0.1):
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        assert process.stdout is not None
+        process.stdout.read(30)
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(10) in (130, -signal.SIGINT)  # the second, as a shell has it, when the answer had ended
 
 
 @pytest.mark.slow
