@@ -75,6 +75,7 @@ class Question:
     n_checkpoints: int = 32
     graphs: bool = True
     n_widths: int = 2  # row counts of decode steps, each with its own graph a number of entries
+    draft_memory: int | None = None  # like `memory`, of a draft device that is none of the devices
 
     @property
     def is_tensor(self) -> bool:
@@ -85,6 +86,8 @@ class Question:
         return self.types or infer_types(self.draft_file)
 
     def memory_of(self, device: torch.device) -> int | None:
+        if device == self.draft_device and device not in self.devices:
+            return self.draft_memory
         return dict(zip(self.devices, self.memory)).get(device)
 
 

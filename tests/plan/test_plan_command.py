@@ -76,7 +76,8 @@ def test_the_processors_row_has_no_limit(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def fitted(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[float],
-           devices: list[torch.device] | None = None) -> tuple[Settings, int, int]:
+           devices: list[torch.device] | None = None, draft_device: torch.device | None = None
+           ) -> tuple[Settings, int, int]:
     """Settings after `--fit` on GPUs with so much free, and what they come to. devices: those named, if not all."""
     free = [int(g * GIB) for g in gib]
     every = [torch.device("cuda", i) for i in range(len(free))]
@@ -86,7 +87,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[f
     file = open_gguf(target)
     config = read_config(file)
     n_slots, n_ctx = runtime.size_context(settings.context, config)
-    settings = fit.fitted(settings, file, config, None, n_slots, n_ctx, None)
+    settings = fit.fitted(settings, file, config, None, n_slots, n_ctx, draft_device)
     return settings, *runtime.size_context(settings.context, config)
 
 
@@ -137,6 +138,19 @@ def test_shares_that_say_nothing(target: Path, capsys: pytest.CaptureFixture[str
     line = f"-m {target} -sm {mode} -c 8192 -np 1 --gpu-mem"
     assert shown(capsys, f"{line} 64,64 -ts 0,0") == shown(capsys, f"{line} 64,64")
     assert shown(capsys, f"{line} 64 -ts 1,3") == shown(capsys, f"{line} 64")
+
+
+def test_a_drafter_beside_the_devices_is_weighed(monkeypatch: pytest.MonkeyPatch, target: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU of its own, which --device does not name."""
+    line = f"-m {target} -np 1 -c 8192 --spec-type draft-mtp -dev CUDA0 -devd CUDA1 --gpu-mem 40,"
+    assert "1 slot(s) of 8192 tokens fit" in shown(capsys, f"{line}8")
+    assert "CUDA1: " in shown(capsys, f"{line}0.6", 1)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    beside = {"devices": [first], "draft_device": second}
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 --spec-type draft-mtp", [40, 8], **beside)[2] == 8192
+    with pytest.raises(PlacementError, match="CUDA1 needs"):
+        fitted(monkeypatch, target, "-c 8192 -np 1 --spec-type draft-mtp", [40, 0.2], **beside)
 
 
 def test_a_tensor_split_is_planned_as_it_runs(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
