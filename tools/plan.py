@@ -41,7 +41,7 @@ def run(settings: Settings) -> int:
     notes = []
     if settings.model.tensor_split == "auto":
         question = replace(question, shares=best_split(question))
-        notes.append(f"--tensor-split auto: {shown_shares(question.shares) or 'one device, nothing to split'}")
+        notes.append(f"--tensor-split auto: {shown_shares(question.shares) or 'nothing to split'}")
     planner = Planner(question)
     largest = planner.largest()
     wanted = n_ctx if settings.context.n_ctx > 0 else max(largest, runtime.CELLS)

@@ -63,6 +63,10 @@ def test_automatic_shares(target: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "--tensor-split auto: " in shown(capsys, f"-m {target} --gpu-mem 16,12 -sm {mode} -ts auto")
 
 
+def test_without_layers_on_gpus_there_is_nothing_to_choose(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing to split" in shown(capsys, f"-m {target} --gpu-mem 16,12 -ngl 0 -ts auto")
+
+
 def test_devices_have_to_be_among_the_planned(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "CUDA0 to CUDA1" in shown(capsys, f"-m {target} --gpu-mem 16,16 -dev CUDA2", 1)
     assert "CUDA0 to CUDA0" in shown(capsys, f"-m {target} --gpu-mem 16 --spec-type draft-mtp -devd CUDA3", 1)
