@@ -171,6 +171,8 @@ def stash(engine: Engine, slot: Slot) -> None:
     if not engine.prompt_cache.wants(slot.tokens):
         return
     data, n_bytes = host_copy(save(engine, slot))
+    if engine.link is not None:
+        n_bytes = engine.link.total(n_bytes)  # each has a part of it, and all must keep and forget the same
     cuts = [c.n_past for c in slot.checkpoints] if engine.cache.has_recurrent else None
     engine.prompt_cache.save(slot.tokens, data, n_bytes, cuts)
 

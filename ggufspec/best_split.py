@@ -21,7 +21,7 @@ def best_split(q: Question) -> tuple[float, ...]:
 
     ConfigError when no split has room for 256 cells a slot, or where a device has no limit to weigh.
     """
-    if len(q.devices) < 2 or q.split == "none":
+    if len(q.devices) < 2 or q.split == "none" or q.gpu_layers == 0:
         return ()
     if any(memory is None for memory in q.memory):
         raise ConfigError("--tensor-split auto weighs the memory of GPUs; give numbers for CPU devices")

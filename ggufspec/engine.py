@@ -95,6 +95,7 @@ class Engine:
         self.prefill = Prefill(target, drafter, self.cache, None if isinstance(graphs, RelayGraphs) else graphs, stages)
         self.link = link
         self.queue = JobQueue(link)
+        self._is_amid = False  # or has been interrupted in a step that all ranks make: the others wait for its rest
         self.policy = policy  # decides draft lengths; None: every slot drafts n_max tokens
         self.lengths = Lengths(self)
         self.continuous = continuous
@@ -152,7 +153,7 @@ class Engine:
                         if event.kind == "error" and event.error is not None:
                             raise event.error
         finally:
-            if job.state is not JobState.DONE:
+            if job.state is not JobState.DONE and not self._is_amid:
                 self.cancel(job)
                 self.step()
 
@@ -162,7 +163,15 @@ class Engine:
     def step(self) -> list[Event]:
         """Admit, one prompt chunk, one decode step (see `_may_come_first`). Returns what happened, in order."""
         with on(self.device):
-            return self._step()
+            if self.link is None:
+                return self._step()
+            self._is_amid = True
+            try:
+                events = self._step()
+            except RuntimeError as error:
+                raise self.link.lost(error) from error
+            self._is_amid = False
+            return events
 
     def _step(self) -> list[Event]:
         while self.crowded:
@@ -206,6 +215,8 @@ class Engine:
         """Queue what was submitted and drop what was cancelled since the last step."""
         inbox = self.queue.take_in(self._emitted, self.lengths.step_ms)
         self.lengths.step_ms = inbox.step_ms
+        for slot_id in inbox.erased:
+            admission.clear(self, self.slots[slot_id])
         cancelled = set(inbox.cancelled)
         events = self.queue.drop(cancelled)
         for slot in self.slots:
@@ -346,19 +357,32 @@ class Engine:
     # -- slots as data -----------------------------------------------------------------------------------------
 
     def save_slot(self, slot_id: int) -> dict[str, Any]:
-        """Everything of an idle slot as host data: tokens, caches, the drafter's state."""
+        """Everything of an idle slot as host data: tokens, caches, the drafter's state. Not in a tensor split, where
+        this rank has a part of it."""
+        self._check_whole()
         return admission.save(self, self._idle_slot(slot_id))
 
     def restore_slot(self, slot_id: int, data: dict[str, Any]) -> None:
-        """Put saved data into an idle slot: all of it, or nothing (ConfigError)."""
+        """Put saved data into an idle slot: all of it, or nothing (ConfigError). Not in a tensor split."""
+        self._check_whole()
         admission.restore(self, self._idle_slot(slot_id), data)
 
     def erase_slot(self, slot_id: int) -> int:
-        """Forget an idle slot's tokens; returns how many there were."""
+        """Forget an idle slot's tokens; returns how many there were. In a tensor split the next step does it."""
         slot = self._idle_slot(slot_id)
         n = slot.n_past
-        admission.clear(self, slot)
+        if self.link is None:
+            admission.clear(self, slot)
+        else:
+            self.queue.erase(slot_id)
         return n
+
+    def _check_whole(self) -> None:
+        if self.link is not None:
+            raise RequestError(
+                "slots of a tensor split are spread over its processes: they cannot be saved or restored; "
+                "use --split-mode layer", status=501, kind="not_supported_error",
+            )  # fmt: skip
 
     def _idle_slot(self, slot_id: int) -> Slot:
         if not 0 <= slot_id < len(self.slots):

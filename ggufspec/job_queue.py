@@ -21,11 +21,12 @@ class Inbox:
 
     submitted: list[Job] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    erased: list[int] = field(default_factory=list)  # slots of a tensor split, which all ranks forget at one step
     emitted: int = 0  # digest of the last step's tokens: ranks compare theirs
     step_ms: float | None = None  # what the last step took, on the first rank: all ranks' policies go by it
 
     def __bool__(self) -> bool:
-        return bool(self.submitted or self.cancelled)
+        return bool(self.submitted or self.cancelled or self.erased)
 
 
 class Link(Protocol):
@@ -35,9 +36,17 @@ class Link(Protocol):
         """The first rank's inbox, on every rank; an error when its `emitted` is not this rank's."""
         ...
 
+    def total(self, n: int) -> int:
+        """The sum of all ranks' n, on every rank."""
+        ...
+
+    def lost(self, error: RuntimeError) -> Exception:
+        """What to raise for an error in the middle of a step: the reason in one line if other ranks have ended."""
+        ...
+
 
 class JobQueue:
-    """`submit`, `cancel`, `has_news` and `len` are for any thread, the rest for the engine's."""
+    """`submit`, `cancel`, `erase`, `has_news` and `len` are for any thread, the rest for the engine's."""
 
     def __init__(self, link: Link | None):
         self.jobs: list[Job] = []  # taken in, oldest first
@@ -65,6 +74,11 @@ class JobQueue:
     def cancel(self, job: Job) -> None:
         with self._lock:
             self._inbox.cancelled.append(job.id)
+
+    def erase(self, slot_id: int) -> None:
+        """Let all ranks forget a slot at the next step."""
+        with self._lock:
+            self._inbox.erased.append(slot_id)
 
     def take_in(self, emitted: int, step_ms: float | None) -> Inbox:
         """What came in since the last step, the same on every rank; the jobs wait from now on.

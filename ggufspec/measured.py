@@ -19,11 +19,10 @@ from .drafters.load import borrows_head, row_limit, whole_head
 from .drafters.mtp import Mtp
 from .drafters.recognize import file_for
 from .drafters.small_model import SmallModel
-from .errors import PlacementError
 from .models import Model, load_model, read_config
 from .models.qwen35 import load_mtp
 from .parallel import WHOLE, Shard, check_group
-from .placement import Placement
+from .placement import Placement, check_whole, shares_of
 from .question import Question, owner_of, placement_of, whole_on
 from .sizes import SizeWeights
 
@@ -51,14 +50,12 @@ class Measured:
 
 def measure(q: Question) -> list[Measured]:
     """The processes of a run: one, or one a device of a tensor split (devices with share 0 take no part)."""
-    if not q.is_tensor:
+    if not q.is_tensor or q.gpu_layers == 0:
         return [_measure_one(q, placement_of(q), WHOLE)]
-    shares = q.shares or (1.0,) * len(q.devices)
-    if len(shares) > len(q.devices):
-        raise PlacementError(f"--tensor-split has {len(shares)} shares for {len(q.devices)} devices")
+    shares = shares_of(q.shares, len(q.devices)) or (1.0,) * len(q.devices)
     used = [(device, share) for device, share in zip(q.devices, shares) if share > 0]
-    if not used:
-        raise PlacementError("--tensor-split gives no device a share")
+    if len(used) > 1:
+        check_whole(q.gpu_layers, q.config.block_count)
     ratios = tuple(share for _, share in used)
     check_group(Shard(0, ratios))
     owner = owner_of(q.draft_device, [device for device, _ in used])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,8 @@ def resolve(device: torch.device | str) -> torch.device:
         out = torch.device(text)
     except RuntimeError as error:
         raise PlacementError(f"device {text!r} is not known; expected cpu, CUDA0, CUDA1, ...") from error
+    if out.type not in ("cpu", "cuda"):
+        raise PlacementError(f"device {text!r} is of a kind that is not supported; expected cpu, CUDA0, CUDA1, ...")
     if out.type == "cuda":
         n = torch.cuda.device_count()
         index = 0 if out.index is None else out.index
@@ -74,22 +78,18 @@ def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *
     Counting the output as layer `block_count`, the last `gpu_layers` go to the devices (negative: all), the first
     ones stay on the CPU. A layer goes to the first device whose cumulative share exceeds its fraction. Without
     `tensor_split` shares follow each device's free memory. The embedding lies with the first layer: a lookup costs
-    nothing there, a copy from the CPU would.
+    nothing there, a copy from the CPU would. With split `none` and a negative `main_gpu` there is no GPU at all.
     """
     cpu = torch.device("cpu")
-    if devices == [cpu] or gpu_layers == 0:
+    if devices == [cpu] or gpu_layers == 0 or (split == "none" and main_gpu < 0):
         return Placement(cpu, (cpu,) * n_layers, cpu)
     if split == "none":
-        if not 0 <= main_gpu < len(devices):
+        if main_gpu >= len(devices):
             raise PlacementError(f"invalid value for main_gpu: {main_gpu}; there are {len(devices)} devices")
         devices, tensor_split = [devices[main_gpu]], ()
-    if len(tensor_split) > len(devices) and any(tensor_split[len(devices) :]):
-        raise PlacementError(f"--tensor-split has {len(tensor_split)} shares for {len(devices)} devices")
-    shares = [*tensor_split, *[0.0] * len(devices)][: len(devices)]
-    if not any(shares):
+    shares = list(shares_of(tensor_split, len(devices)))
+    if not shares:
         shares = [free_bytes(device) for device in devices] if len(devices) > 1 else [1.0]
-    if min(shares) < 0:
-        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))} has a negative share")
     active = min(gpu_layers, block_count + 1) if gpu_layers >= 0 else block_count + 1
     start = block_count + 1 - active
     total = sum(shares)
@@ -103,6 +103,32 @@ def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *
 
     layers = tuple(device_of(i) for i in range(n_layers))
     return Placement(layers[0], layers, device_of(block_count))
+
+
+def shares_of(tensor_split: Sequence[float], n: int) -> tuple[float, ...]:
+    """`--tensor-split` for n devices: a share each, 0 for those missing at the end.
+
+    () where it says nothing: nothing but zeros, or one device, which has everything.
+    """
+    if n < 2 or not any(tensor_split):
+        return ()
+    if any(tensor_split[n:]):
+        raise PlacementError(f"--tensor-split has {len(tensor_split)} shares for {n} devices")
+    shares = (*tensor_split, *[0.0] * n)[:n]
+    if min(shares) < 0:
+        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))} has a negative share")
+    if not math.isfinite(sum(shares)):
+        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))}: expected ratios such as 4,6,6")
+    return shares
+
+
+def check_whole(gpu_layers: int, block_count: int) -> None:
+    """A tensor split has every layer on all its devices: PlacementError when `gpu_layers` leaves some on the CPU."""
+    if 0 < gpu_layers <= block_count:
+        raise PlacementError(
+            f"-ngl {gpu_layers}: --split-mode tensor has all {block_count + 1} layers, the output included, on every "
+            "device; use -ngl all, or --split-mode layer"
+        )
 
 
 def device_name(device: torch.device) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from .drafters import DraftOptions
 from .drafters.recognize import check_pair, check_types, infer_types
-from .placement import Placement, place_layers
+from .placement import Placement, place_layers, shares_of
 
 if TYPE_CHECKING:
     from .gguf_file import GGUFFile
@@ -42,6 +42,7 @@ class Question:
     n_checkpoints: int = 32
     graphs: bool = True
     n_widths: int = 2  # row counts of decode steps, each with its own graph a number of entries
+    draft_memory: int | None = None  # like `memory`, of a draft device that is none of the devices
 
     @property
     def is_tensor(self) -> bool:
@@ -52,6 +53,8 @@ class Question:
         return self.types or infer_types(self.draft_file)
 
     def memory_of(self, device: torch.device) -> int | None:
+        if device == self.draft_device and device not in self.devices:
+            return self.draft_memory
         return dict(zip(self.devices, self.memory)).get(device)
 
 
@@ -75,7 +78,7 @@ def whole_on(device: torch.device, config: Config) -> Placement:
 
 def placement_of(q: Question) -> Placement:
     """Layers on devices, as loading would place them. Without shares they follow the devices' memory."""
-    shares = q.shares or tuple(float(m) if m is not None else 1.0 for m in q.memory)
+    shares = shares_of(q.shares, len(q.devices)) or tuple(float(m) if m is not None else 1.0 for m in q.memory)
     return place_layers(
         list(q.devices), q.config.block_count, q.config.n_layers, gpu_layers=q.gpu_layers, split=q.split,
         tensor_split=shares if len(q.devices) > 1 else (), main_gpu=q.main_gpu,

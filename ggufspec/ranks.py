@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -31,7 +32,12 @@ from .parallel import Shard, check_group
 from .peers import connect
 
 WATCH_SECONDS = 0.5
+PATIENCE_WITH_WATCHER = 4 * WATCH_SECONDS
 PATIENCE = datetime.timedelta(days=365)  # an idle server waits for requests inside a collective
+
+
+class LeaderGone(PlacementError):
+    """The first rank has ended between two steps: it is done, or its own status says why not."""
 
 
 @dataclass
@@ -55,19 +61,36 @@ class Ranks:
         try:
             size = torch.tensor([data.numel()])
             dist.broadcast(size, 0, group=self.host)
-            if self.rank != 0:
-                data = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self.host)
         except RuntimeError as error:
-            if self.rank == 0:
-                time.sleep(2 * WATCH_SECONDS)  # the watcher knows which rank it was, and ends this process
-            raise PlacementError(f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}") from error
+            if self.rank != 0:
+                raise LeaderGone(f"rank {self.rank}: the first rank has ended") from error
+            raise self.lost(error) from error
+        if self.rank != 0:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.host)
         if self.rank == 0:
             return inbox
         first: Inbox = pickle.loads(bytes(data.numpy()))
         if first.emitted != inbox.emitted:
             raise PlacementError(f"rank {self.rank} did not emit the tokens of rank 0 in the last step")
         return first
+
+    def total(self, n: int) -> int:
+        """The sum of all ranks' n (`job_queue.Link`)."""
+        sums = torch.tensor([n])
+        dist.all_reduce(sums, group=self.host)
+        return int(sums)
+
+    def lost(self, error: RuntimeError) -> Exception:
+        """The reason for an error of the library's in the middle of a step (`job_queue.Link`); others as they are.
+
+        It says which connection broke. Whoever watches the processes knows which of them ended, and why: that is told
+        first, and ends this one.
+        """
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            return error
+        time.sleep(PATIENCE_WITH_WATCHER)
+        return PlacementError(f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}")
 
 
 def join(rank: int, shares: tuple[float, ...], device: torch.device) -> Ranks:
@@ -85,19 +108,34 @@ def join(rank: int, shares: tuple[float, ...], device: torch.device) -> Ranks:
     return ranks
 
 
+def torchrun_world() -> int:
+    """The processes that torchrun has started on all hosts; 0 when this one was started by hand."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def torchrun_rank() -> int:
+    """The rank that torchrun gave this process; 0 when it was started by hand."""
+    return int(os.environ["RANK"]) if torchrun_world() else 0
+
+
 def from_torchrun(shares: tuple[float, ...], devices: Sequence[torch.device]) -> Ranks | None:
-    """The rank that torchrun gave this process, or None when it was started by hand."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """The rank that torchrun gave this process, or None when it was started by hand.
+
+    devices: this host's, one a process of it.
+    """
+    world = torchrun_world()
+    if not world:
         return None
-    world, rank, local = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
     if len(shares) != world:
-        raise PlacementError(f"torchrun started {world} processes, --tensor-split has {len(shares)} shares")
-    return join(rank, shares, devices[local % len(devices)])
+        raise PlacementError(f"torchrun started {world} processes, --tensor-split has {len(shares)} shares above 0")
+    return join(torchrun_rank(), shares, devices[int(os.environ["LOCAL_RANK"]) % len(devices)])
 
 
-def start(shares: tuple[float, ...], devices: Sequence[torch.device], arguments: Sequence[str]) -> Ranks:
-    """Start ranks 1.. as `python -m ggufspec.tools.rank ARGUMENTS` and become rank 0, until this process ends.
+def start(shares: tuple[float, ...], devices: Sequence[torch.device], settings: bytes) -> Ranks:
+    """Start ranks 1.. as `python -m ggufspec.tools.rank` and become rank 0, until this process ends.
 
+    settings: what each of them reads from its standard input: a prompt may be longer than an argument, and a key is
+    nothing for the list of processes.
     When a follower ends before this process does, its reason is on stderr and this process ends too.
     """
     with socket.socket() as probe:
@@ -106,8 +144,11 @@ def start(shares: tuple[float, ...], devices: Sequence[torch.device], arguments:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     followers = []
     for rank in range(1, len(shares)):
-        command = [sys.executable, "-P", "-m", "ggufspec.tools.rank", str(rank), str(os.getpid()), *arguments]
-        followers.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        command = [sys.executable, "-P", "-m", "ggufspec.tools.rank", str(rank), str(os.getpid())]
+        with tempfile.TemporaryFile() as file:
+            file.write(settings)
+            file.seek(0)
+            followers.append(subprocess.Popen(command, stdin=file))
     closing = threading.Event()
     threading.Thread(target=_watch_followers, args=(followers, closing), daemon=True).start()
     atexit.register(_stop, followers, closing)
@@ -116,8 +157,9 @@ def start(shares: tuple[float, ...], devices: Sequence[torch.device], arguments:
 
 def _stop(followers: Sequence[subprocess.Popen[bytes]], closing: threading.Event) -> None:
     closing.set()
-    for follower in followers:
+    for follower in followers:  # all at once: one that still ran would say that it has lost another
         follower.kill()
+    for follower in followers:
         follower.wait()
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ggufspec import bundled
 from ggufspec.errors import RequestError
 from ggufspec.job import Request
-from ggufspec.tools import cli_chat, model_defaults
+from ggufspec.tools import cli_chat, model_defaults, rank
 from ggufspec.tools.command import OptionCommand
 from ggufspec.tools.runtime import Runtime, open_runtime
 from ggufspec.tools.settings import Settings
@@ -22,6 +22,8 @@ ROOM = 4  # tokens of the context that a raw prompt must leave
 def run(settings: Settings) -> int:
     clock = Clock()
     settings = with_bundled_model(settings)
+    if rank.is_follower():
+        rank.follow_torchrun(settings)
     runtime = open_runtime(settings)
     sampling = model_defaults.sampling_of(settings, runtime.file.metadata).with_seed()
     request = Request(
@@ -50,8 +52,9 @@ def with_bundled_model(settings: Settings) -> Settings:
     if model is None and types in (("draft-dspark",), ("draft-dflash",)):
         model = str(bundled.path("dspark" if types == ("draft-dspark",) else "dflash2"))
     path = bundled.target_path()
-    print(f"no --model given: running the bundled {path.name} ({','.join(types) or 'drafter of --model-draft'})",
-          file=sys.stderr)  # fmt: skip
+    if not rank.is_follower():
+        print(f"no --model given: running the bundled {path.name} ({','.join(types) or 'drafter of --model-draft'})",
+              file=sys.stderr)  # fmt: skip
     return replace(
         settings,
         model=replace(settings.model, path=str(path)),

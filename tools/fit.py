@@ -30,7 +30,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 def question_of(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFFile | None, n_slots: int,
                 devices: Sequence[torch.device], memory: Sequence[int | None],
-                draft_device: torch.device | None) -> Question:
+                draft_device: torch.device | None, draft_memory: int | None = None) -> Question:
     """Everything that memory depends on. `auto` shares are left out: they are an answer."""
     from ggufspec.tools.runtime import n_ubatch_of, spec_options
 
@@ -41,6 +41,7 @@ def question_of(settings: Settings, file: GGUFFile, config: Config, draft_file: 
         spec.type_k, spec.type_v, model.split_mode, () if isinstance(model.tensor_split, str) else model.tensor_split,
         model.main_gpu, model.gpu_layers, n_slots, n_ubatch_of(context), context.type_k, context.type_v,
         context.n_checkpoints, model.graphs, 2 if isinstance(settings.speculative.n_max, int) else AUTO_WIDTHS,
+        draft_memory,
     )
 
 
@@ -71,8 +72,9 @@ def fitted(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFF
     """
     model = settings.model
     wants_shares = model.tensor_split == "auto"
-    devices = [device for device in devices_of(model.devices) if device.type == "cuda"]
-    if not (wants_shares or model.fit) or not devices or model.gpu_layers == 0:
+    devices = devices_of(model.devices)
+    gpus = [device for device in devices if device.type == "cuda"]
+    if not (wants_shares or model.fit) or not gpus or model.gpu_layers == 0:
         if wants_shares:
             raise ConfigError("--tensor-split auto weighs the memory of GPUs, and none is used; name the shares")
         return settings
@@ -80,10 +82,14 @@ def fitted(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFF
         if wants_shares:
             raise ConfigError("--tensor-split auto: under torchrun name the shares (ggufspec plan shows them)")
         return settings
-    free = [int(torch.cuda.mem_get_info(device)[0]) for device in devices]
-    kept = margins(model, len(devices))
-    question = question_of(settings, file, config, draft_file, n_slots, devices,
-                           [n - margin for n, margin in zip(free, kept)], draft_device)
+    free = {device: int(torch.cuda.mem_get_info(device)[0]) for device in gpus}
+    kept = dict(zip(gpus, margins(model, len(gpus))))
+    memory = [free[device] - kept[device] if device in free else None for device in devices]
+    draft_memory = None
+    if draft_device is not None and draft_device.type == "cuda" and draft_device not in free:
+        free[draft_device] = int(torch.cuda.mem_get_info(draft_device)[0])
+        draft_memory = free[draft_device] - MIB * model.fit_margin_mib[-1]
+    question = question_of(settings, file, config, draft_file, n_slots, devices, memory, draft_device, draft_memory)
     check(question)
     if wants_shares:
         question = replace(question, shares=best_split(question))
@@ -96,7 +102,8 @@ def fitted(settings: Settings, file: GGUFFile, config: Config, draft_file: GGUFF
     if planner.plan(n_ctx).fits:
         return settings
     if is_set:
-        without_margin = replace(planner.plan(n_ctx), memory=dict(zip(devices, free)))
+        plan = planner.plan(n_ctx)
+        without_margin = replace(plan, memory={**plan.memory, **free})
         if without_margin.fits:
             return settings
         raise PlacementError(refusal(without_margin, planner.largest(most=n_ctx), n_slots))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,6 +130,8 @@ def tensor_split(value: str) -> tuple[float, ...] | str:
     shares = tuple(number(part) for part in parts)
     if any(share < 0 for share in shares):
         raise ValueError(f"invalid value {value!r}: a share is negative")
+    if not math.isfinite(sum(shares)):
+        raise ValueError(f"invalid value {value!r}: expected ratios such as 4,6,6")
     return shares
 
 

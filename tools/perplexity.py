@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from ggufspec.errors import ConfigError, FileError
 from ggufspec.models import Model, load_model, read_config
+from ggufspec.placement import devices_of
 from ggufspec.rows import prompt_rows
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools import logits_file
@@ -44,6 +45,9 @@ def open_target(settings: Settings) -> tuple[Model, Tokenizer]:
     check_context(settings.context)
     file = open_model_file(settings.model.path, settings.model.overrides)
     config = with_rope_options(read_config(file), settings.context)
+    if settings.model.split_mode in ("row", "tensor") and len(devices_of(settings.model.devices)) > 1:
+        log.warning("--split-mode %s takes a process a device, and perplexity runs in one: whole layers are split",
+                    settings.model.split_mode)  # fmt: skip
     with loading_bar(file.n_bytes, True) as progress:
         model = load_model(file, place(settings.model, config), config=config, weights=Weights(file, progress))
     return model, Tokenizer.from_metadata(file.metadata)

@@ -34,14 +34,15 @@ def run(settings: Settings) -> int:
     draft_file = None if spec.model is None else runtime.open_model_file(spec.model, ())
     n_slots, n_ctx = runtime.size_context(settings.context, config)
     devices, memory = planned_devices(settings)
+    drafting = draft_device(settings)
     question = question_of(
-        settings, file, config, draft_file, n_slots, devices, memory, draft_device(settings)
+        settings, file, config, draft_file, n_slots, devices, memory, drafting, memory_of(drafting, settings)
     )
     check(question)
     notes = []
     if settings.model.tensor_split == "auto":
         question = replace(question, shares=best_split(question))
-        notes.append(f"--tensor-split auto: {shown_shares(question.shares) or 'one device, nothing to split'}")
+        notes.append(f"--tensor-split auto: {shown_shares(question.shares) or 'nothing to split'}")
     planner = Planner(question)
     largest = planner.largest()
     wanted = n_ctx if settings.context.n_ctx > 0 else max(largest, runtime.CELLS)
@@ -91,6 +92,14 @@ def draft_device(settings: Settings) -> torch.device | None:
     if len(spec.devices) > 1:
         raise ConfigError(f"--device-draft {','.join(spec.devices)}: a drafter lives on one device; name one of them")
     return named(spec.devices[0], len(sizes))
+
+
+def memory_of(device: torch.device | None, settings: Settings) -> int | None:
+    """Bytes of a GPU, planned or of this machine; None for other devices."""
+    if device is None or device.type != "cuda":
+        return None
+    sizes = settings.plan.gpu_mem_gib
+    return int(sizes[device.index] * GIB) - CONTEXT_BYTES if sizes else int(free_bytes(device))
 
 
 def head(n_bytes: int, draft_file: object, settings: Settings) -> list[str]:

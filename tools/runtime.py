@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +24,17 @@ from ggufspec.errors import ConfigError
 from ggufspec.gguf_file import GGUFFile, open_gguf
 from ggufspec.models import RECURRENT, Config, Model, load_model, read_config
 from ggufspec.parallel import WHOLE
-from ggufspec.placement import Placement, device_name, devices_of, place_layers, resolve
+from ggufspec.placement import (
+    Placement,
+    check_whole,
+    device_name,
+    devices_of,
+    place_layers,
+    resolve,
+    shares_of,
+)
 from ggufspec.prompt_cache import PromptCache
-from ggufspec.ranks import Ranks, from_torchrun, start
+from ggufspec.ranks import Ranks, from_torchrun, start, torchrun_world
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools.fit import fitted
 from ggufspec.tools.settings import ContextSettings, ModelSettings, Settings, SpeculativeSettings
@@ -75,7 +82,7 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
         settings = fitted(settings, file, config, draft_file, n_slots, n_ctx, draft_device(settings.speculative))
         if settings.context != before:
             n_slots, n_ctx = size_context(settings.context, config)
-        ranks = start_ranks(settings)
+        ranks = start_ranks(settings, config)
     ownership = None
     if ranks is None:
         placement, shard = place(settings.model, config), WHOLE
@@ -210,24 +217,38 @@ def place(model: ModelSettings, config: Config) -> Placement:
     )
 
 
-def start_ranks(settings: Settings) -> Ranks | None:
+def start_ranks(settings: Settings, config: Config) -> Ranks | None:
     """The processes of a tensor split, or None when one process does it all. Devices with share 0 take no part."""
-    model = settings.model
-    if model.split_mode not in ("row", "tensor"):
-        return None
-    if model.split_mode == "row":
+    model, world = settings.model, torchrun_world()
+    is_tensor = model.split_mode in ("row", "tensor") and model.gpu_layers != 0
+    if model.split_mode == "row" and is_tensor:
         log.warning("--split-mode row is run as tensor: every layer is cut over all devices")
-    used = devices_in_split(model)
+    used = devices_in_split(model) if is_tensor else []
+    if world > 1 and len(used) != world:
+        found = f"--split-mode tensor with {len(used)} devices" if is_tensor else "one process does it all"
+        raise ConfigError(f"torchrun started {world} processes: expected --split-mode tensor and a share for each, "
+                          f"but {found}")
     if len(used) < 2:
         return None
     names, ratios = tuple(name for name, _ in used), tuple(share for _, share in used)
     devices = [resolve(name) for name in names]
+    check_whole(model.gpu_layers, config.block_count)
+    check_devices(devices)
     settings = replace(settings, model=replace(model, devices=names, tensor_split=ratios))
     ranks = from_torchrun(ratios, devices)
     if ranks is not None:
         return ranks
-    arguments = b64encode(pickle.dumps((settings, ratios))).decode()
-    return start(ratios, devices, [arguments])
+    return start(ratios, devices, pickle.dumps((settings, ratios)))
+
+
+def check_devices(devices: Sequence[torch.device]) -> None:
+    """ConfigError when a tensor split cannot have these devices, a process each."""
+    names = ",".join(map(device_name, devices))
+    if len({device.type for device in devices}) > 1:
+        raise ConfigError(f"--split-mode tensor: {names} are not of one kind; --split-mode layer takes GPUs and CPU")
+    # under torchrun the same name means another GPU on every host
+    if devices[0].type == "cuda" and len(set(devices)) < len(devices) and not torchrun_world():
+        raise ConfigError(f"--split-mode tensor: a GPU is named twice in {names}; every process needs one of its own")
 
 
 def devices_in_split(model: ModelSettings) -> list[tuple[str, float]]:
@@ -235,9 +256,8 @@ def devices_in_split(model: ModelSettings) -> list[tuple[str, float]]:
     devices = devices_of(model.devices)
     is_named = model.devices is not None and model.devices != ("none",)
     names = list(model.devices or ()) if is_named else [device_name(device) for device in devices]
-    shares = [float(share) for share in model.tensor_split] or [1.0] * len(devices)
-    if len(shares) > len(devices):
-        raise ConfigError(f"--tensor-split has {len(shares)} shares for {len(devices)} devices")
+    names = [names[i % len(names)] for i in range(max(torchrun_world(), len(names)))]  # every host has as many
+    shares = shares_of([float(share) for share in model.tensor_split], len(names)) or (1.0,) * len(names)
     return [(name, share) for name, share in zip(names, shares) if share > 0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,11 +15,13 @@ import torch
 from running import run_ranks
 
 from ggufspec import bundled
-from ggufspec.errors import PlacementError
+from ggufspec.errors import ConfigError, PlacementError
+from ggufspec.gguf_file import open_gguf
+from ggufspec.models import read_config
 from ggufspec.parallel import Cut, Shard
-from ggufspec.placement import place_layers
+from ggufspec.placement import place_layers, resolve, shares_of
 from ggufspec.tools.options import parse
-from ggufspec.tools.runtime import drafter_owner
+from ggufspec.tools.runtime import check_devices, devices_in_split, drafter_owner, start_ranks
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 
@@ -88,10 +91,66 @@ def test_layers_go_where_llama_cpp_puts_them() -> None:
     assert sum(d.type == "cpu" for d in partly.layers) == 55 and partly.output == devices[1]
     alone = place_layers(devices, 64, 64, split="none", main_gpu=1, tensor_split=(1.0, 1.0))
     assert set(alone.layers) == {devices[1]}
+    none = place_layers(devices, 64, 64, split="none", main_gpu=-1)
+    assert {none.embedding.type, none.output.type, *(d.type for d in none.layers)} == {"cpu"}
     with pytest.raises(PlacementError, match="main_gpu: 7"):
         place_layers(devices, 64, 64, split="none", main_gpu=7)
     with pytest.raises(PlacementError, match="negative share"):
         place_layers(devices, 64, 64, tensor_split=(1.0, -1.0))
+
+
+def test_shares_say_nothing_or_what_they_mean() -> None:
+    """One device has everything, whatever the shares; those missing at the end are 0, and zeros beyond do not count."""
+    assert shares_of((1.0, 1.0), 1) == shares_of((0.0, 0.0), 2) == shares_of((), 3) == ()
+    assert shares_of((1.0,), 3) == shares_of((1.0, 0.0, 0.0, 0.0), 3) == (1.0, 0.0, 0.0)
+    for wrong in ((math.nan, 1.0), (math.inf, 1.0), (1e308, 1e308)):
+        with pytest.raises(PlacementError, match="expected ratios"):
+            shares_of(wrong, 2)
+    with pytest.raises(PlacementError, match="4 shares for 3 devices"):
+        shares_of((1.0,) * 4, 3)
+
+
+def in_split(*arguments: str) -> list[tuple[str, float]]:
+    return devices_in_split(parse("cli", ["-m", "x", "-sm", "tensor", *arguments]).model)
+
+
+def test_the_devices_of_a_tensor_split() -> None:
+    devices = ("--device", "CPU0,CPU1,CPU2")
+    assert in_split(*devices) == in_split(*devices, "-ts", "0,0,0") == [("CPU0", 1), ("CPU1", 1), ("CPU2", 1)]
+    assert in_split(*devices, "-ts", "1,0,2,0") == [("CPU0", 1), ("CPU2", 2)]
+    assert in_split("--device", "CPU0", "-ts", "1,1") == [("CPU0", 1)]
+
+
+@pytest.mark.parametrize("shares", ["nan,1", "inf,1", "1e308,1e308"])
+def test_shares_are_numbers_with_a_sum(shares: str) -> None:
+    with pytest.raises(ConfigError, match="expected ratios such as 4,6,6"):
+        in_split("--device", "CPU0,CPU1", "-ts", shares)
+
+
+def test_devices_that_a_tensor_split_cannot_have() -> None:
+    first, second, cpu = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+    check_devices([first, second])
+    check_devices([cpu, cpu])  # logical devices
+    with pytest.raises(ConfigError, match="CUDA0,CPU0 are not of one kind"):
+        check_devices([first, cpu])
+    with pytest.raises(ConfigError, match="named twice in CUDA0,CUDA1,CUDA0"):
+        check_devices([first, second, first])
+
+
+def test_a_tensor_split_leaves_no_layer_on_the_processor() -> None:
+    """`-ngl` is not passed over: none is the CPU alone, some cannot be had."""
+    config = read_config(open_gguf(bundled.target_path()))
+    line = ["-m", "x", "--device", "CPU0,CPU1", "-sm", "tensor", "-ngl"]
+    assert start_ranks(parse("cli", [*line, "0"]), config) is None
+    for n in (1, config.block_count):
+        with pytest.raises(PlacementError, match=f"-ngl {n}: --split-mode tensor has all"):
+            start_ranks(parse("cli", [*line, str(n)]), config)
+
+
+@pytest.mark.parametrize("name", ["meta", "mps"])
+def test_devices_of_other_kinds_are_refused(name: str) -> None:
+    with pytest.raises(PlacementError, match="not supported; expected cpu, CUDA0"):
+        resolve(name)
 
 
 COMMAND = [

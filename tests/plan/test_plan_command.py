@@ -63,6 +63,10 @@ def test_automatic_shares(target: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "--tensor-split auto: " in shown(capsys, f"-m {target} --gpu-mem 16,12 -sm {mode} -ts auto")
 
 
+def test_without_layers_on_gpus_there_is_nothing_to_choose(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing to split" in shown(capsys, f"-m {target} --gpu-mem 16,12 -ngl 0 -ts auto")
+
+
 def test_devices_have_to_be_among_the_planned(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "CUDA0 to CUDA1" in shown(capsys, f"-m {target} --gpu-mem 16,16 -dev CUDA2", 1)
     assert "CUDA0 to CUDA0" in shown(capsys, f"-m {target} --gpu-mem 16 --spec-type draft-mtp -devd CUDA3", 1)
@@ -75,16 +79,19 @@ def test_the_processors_row_has_no_limit(capsys: pytest.CaptureFixture[str]) -> 
     assert "CPU0" in text and "1 slot(s) of 1024 tokens fit" in text
 
 
-def fitted(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[float]) -> tuple[Settings, int, int]:
-    """Settings after `--fit` on GPUs with so much free, and what they come to."""
+def fitted(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[float],
+           devices: list[torch.device] | None = None, draft_device: torch.device | None = None
+           ) -> tuple[Settings, int, int]:
+    """Settings after `--fit` on GPUs with so much free, and what they come to. devices: those named, if not all."""
     free = [int(g * GIB) for g in gib]
-    monkeypatch.setattr(fit, "devices_of", lambda names: [torch.device("cuda", i) for i in range(len(free))])
+    every = [torch.device("cuda", i) for i in range(len(free))]
+    monkeypatch.setattr(fit, "devices_of", lambda names: devices or every)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 2 * free[device.index]))
     settings = parse("server", ["-m", str(target), *line.split()], {})
     file = open_gguf(target)
     config = read_config(file)
     n_slots, n_ctx = runtime.size_context(settings.context, config)
-    settings = fit.fitted(settings, file, config, None, n_slots, n_ctx, None)
+    settings = fit.fitted(settings, file, config, None, n_slots, n_ctx, draft_device)
     return settings, *runtime.size_context(settings.context, config)
 
 
@@ -102,6 +109,58 @@ def test_a_set_context_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch, targe
         fitted(monkeypatch, target, "-c 262144 -np 1", [20])
     assert "\n" not in str(error.value)
     assert fitted(monkeypatch, target, "-c 262144 -np 1 -fit off", [20])[2] == 262144
+
+
+def test_a_set_context_may_use_what_is_left_free_beside_a_processor(
+    monkeypatch: pytest.MonkeyPatch, target: Path
+) -> None:
+    """Some layers on the CPU, which has no limit: what does not fit with the margin may still fit without it."""
+    whole = next(g for g in range(8, 40) if fits(monkeypatch, target, "-c 8192 -np 1 -ngl 40 -fitt 0", [g]))
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -ngl 40 -fitt 4096", [whole])[2] == 8192
+
+
+def fits(monkeypatch: pytest.MonkeyPatch, target: Path, line: str, gib: list[float]) -> bool:
+    try:
+        return bool(fitted(monkeypatch, target, line, gib))
+    except PlacementError:
+        return False
+
+
+def test_a_processor_among_the_devices_keeps_its_place(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    """Shares and --main-gpu count it, and it has no limit."""
+    cpu, first, second = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -ts 1,1,1", [24, 24], [first, cpu, second])[2] == 8192
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -sm none -mg 1", [32], [cpu, first])[2] == 8192
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 -ts 7,1", [8], [cpu, first])[2] == 8192  # an eighth fits
+    with pytest.raises(PlacementError, match="CUDA0 needs"):
+        fitted(monkeypatch, target, "-c 8192 -np 1 -ts 1,7", [8], [cpu, first])
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_shares_that_say_nothing(target: Path, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    """Zeros alone, and any for one GPU."""
+    line = f"-m {target} -sm {mode} -c 8192 -np 1 --gpu-mem"
+    assert shown(capsys, f"{line} 64,64 -ts 0,0") == shown(capsys, f"{line} 64,64")
+    assert shown(capsys, f"{line} 64 -ts 1,3") == shown(capsys, f"{line} 64")
+
+
+def test_a_drafter_beside_the_devices_is_weighed(monkeypatch: pytest.MonkeyPatch, target: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU of its own, which --device does not name."""
+    line = f"-m {target} -np 1 -c 8192 --spec-type draft-mtp -dev CUDA0 -devd CUDA1 --gpu-mem 40,"
+    assert "1 slot(s) of 8192 tokens fit" in shown(capsys, f"{line}8")
+    assert "CUDA1: " in shown(capsys, f"{line}0.6", 1)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    beside = {"devices": [first], "draft_device": second}
+    assert fitted(monkeypatch, target, "-c 8192 -np 1 --spec-type draft-mtp", [40, 8], **beside)[2] == 8192
+    with pytest.raises(PlacementError, match="CUDA1 needs"):
+        fitted(monkeypatch, target, "-c 8192 -np 1 --spec-type draft-mtp", [40, 0.2], **beside)
+
+
+def test_a_tensor_split_is_planned_as_it_runs(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"-m {target} -sm tensor -c 8192 -np 1 --gpu-mem 64,64 -ngl"
+    assert "has all 66 layers" in shown(capsys, f"{line} 10", 1)
+    assert "CPU0" in shown(capsys, f"{line} 0")
 
 
 def test_a_model_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:

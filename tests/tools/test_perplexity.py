@@ -189,3 +189,11 @@ def test_statistics():
     share = c.same_top.mean()
     assert c.top() == (share, pytest.approx(math.sqrt(share * (1 - share) / 499)))
     assert f"Same top p: {100 * share:6.3f}" in c.report()
+
+
+def test_a_tensor_split_is_one_of_whole_layers(ggufspec, model, text):
+    """It runs in one process, and says what it does instead."""
+    line = ["-m", model, "-f", text, "-c", str(N_CTX), "--device", "CPU0,CPU1"]
+    status, out, err = ggufspec(*line, "-sm", "tensor")
+    assert status == 0 and "--split-mode tensor" in err and "whole layers are split" in err
+    assert ggufspec(*line)[:2] == (0, out) and "whole layers" not in ggufspec(*line)[2]

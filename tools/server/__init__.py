@@ -25,8 +25,12 @@ def run(settings: Settings) -> int:
         if (error.name or "").startswith("ggufspec"):
             raise
         raise ConfigError(f"the server needs the package {error.name}: pip install 'ggufspec[server]'") from None
+    from ggufspec.tools import rank
+
     from .load import load
 
+    if rank.is_follower():
+        rank.follow_torchrun(settings)
     settings = replace(settings, server=replace(settings.server, api_keys=all_keys(settings.server)))
     server = Server(settings, lambda: load(settings), _announce)
     try:

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from ggufspec.errors import GgufspecError
 from ggufspec.tools.settings import Settings
 
 from . import anthropic, embeddings, infill, model_info, native, openai, responses, slots
@@ -105,7 +106,7 @@ def build_app(state: ServerState, metrics: Metrics) -> ASGIApp:
                 raise
             except Exception as e:
                 answer = as_api_error(e)
-                if answer.status >= 500 and not isinstance(e, ApiError):
+                if answer.status >= 500 and not isinstance(e, ApiError | GgufspecError):
                     log.exception("%s %s failed", http.method, http.url.path)
                 return error_response(answer)
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ggufspec.errors import GgufspecError
+from ggufspec.errors import GgufspecError, RequestError
 from ggufspec.slot_file import read_slot, write_slot
 
 from .errors import ApiError, missing_key, parse_object, type_error
@@ -114,6 +114,8 @@ def _restore(engine: Any, slot: int, path: Path, model: str) -> tuple[int, int]:
     try:
         data, n_bytes = read_slot(path, model)
         engine.restore_slot(slot, data)
+    except RequestError:  # the slot is busy, or no slot of this engine can be restored
+        raise
     except (GgufspecError, OSError) as e:
         engine.erase_slot(slot)
         raise ApiError(f"Unable to restore slot: {e}") from None
