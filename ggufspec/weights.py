@@ -50,6 +50,7 @@ class Weights:
     def __init__(self, file: GGUFFile, progress: Callable[[int], None] | None = None):
         self.file = file
         self.progress = progress
+        self.used: set[str] = set()  # names of tensors that were asked for
         self._packed: dict[tuple[Part, torch.device], PackedWeight] = {}
         self._groups: dict[tuple[tuple[Part, ...], torch.device], WeightGroup] = {}
 
@@ -65,6 +66,7 @@ class Weights:
                 f"{self.file.path}: tensor {name} has shape {list(info.shape)}; "
                 f"the file's keys ask for {list(shape)} (rows, columns)"
             )
+        self.used.add(name)
         scale = name.removesuffix(".weight") + ".scale"
         if scale != name and scale in self.file.tensors:
             raise UnsupportedError(f"{self.file.path}: tensor {scale} (a per-tensor scale) is not supported")
