@@ -226,3 +226,16 @@ def test_a_plain_model_does_not_draft_by_inference(folder, target, caplog):
     file, model = load_target(target.path)
     assert make_drafter(file, model, target.path, []) is None
     assert "drafts only with --spec-type draft-simple" in caplog.text
+
+
+@pytest.mark.parametrize("n_max, says", [(3, "speculation is on: draft-dspark, up to 3 tokens a step"),
+                                         (20, "speculation is on: draft-dspark, up to 8 tokens a step"),
+                                         (0, "--spec-draft-n-max is 0: draft-dspark is off")])  # fmt: skip
+def test_whether_and_how_far_it_drafts_is_said(folder, target, caplog, n_max, says):
+    """Of a given drafter never nothing: the width after clamping, or a warning."""
+    make_dflash(folder / "d.gguf", kind="dspark", **SMALL)
+    file, model = load_target(target.path)
+    with caplog.at_level("INFO", "ggufspec"):
+        drafter = make_drafter(file, model, folder / "d.gguf", ["draft-dspark"], n_max=n_max)
+    (record,) = [r for r in caplog.records if r.getMessage() == says]
+    assert (drafter is None) == (record.levelname == "WARNING") == (n_max == 0)
