@@ -83,13 +83,15 @@ def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *
         if not 0 <= main_gpu < len(devices):
             raise PlacementError(f"invalid value for main_gpu: {main_gpu}; there are {len(devices)} devices")
         devices, tensor_split = [devices[main_gpu]], ()
+    if any(share < 0 for share in tensor_split):
+        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))} has a negative share")
+    if len(devices) == 1:
+        tensor_split = ()  # nothing to split, whatever the shares
     if len(tensor_split) > len(devices) and any(tensor_split[len(devices) :]):
         raise PlacementError(f"--tensor-split has {len(tensor_split)} shares for {len(devices)} devices")
     shares = [*tensor_split, *[0.0] * len(devices)][: len(devices)]
     if not any(shares):
         shares = [free_bytes(device) for device in devices] if len(devices) > 1 else [1.0]
-    if min(shares) < 0:
-        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))} has a negative share")
     active = min(gpu_layers, block_count + 1) if gpu_layers >= 0 else block_count + 1
     start = block_count + 1 - active
     total = sum(shares)

@@ -299,7 +299,7 @@ def measure(q: Question) -> list[Part]:
     """The processes of a run: one, or one a device of a tensor split (devices with share 0 take no part)."""
     if not q.is_tensor:
         return [_measure_one(q, placement_of(q), WHOLE)]
-    shares = q.shares or (1.0,) * len(q.devices)
+    shares = q.shares if q.shares and len(q.devices) > 1 else (1.0,) * len(q.devices)
     if len(shares) > len(q.devices):
         raise PlacementError(f"--tensor-split has {len(shares)} shares for {len(q.devices)} devices")
     used = [(device, share) for device, share in zip(q.devices, shares) if share > 0]

@@ -236,6 +236,8 @@ def devices_in_split(model: ModelSettings) -> list[tuple[str, float]]:
     is_named = model.devices is not None and model.devices != ("none",)
     names = list(model.devices or ()) if is_named else [device_name(device) for device in devices]
     shares = [float(share) for share in model.tensor_split] or [1.0] * len(devices)
+    if len(devices) == 1:
+        shares = [1.0]  # nothing to split, whatever the shares
     if len(shares) > len(devices):
         raise ConfigError(f"--tensor-split has {len(shares)} shares for {len(devices)} devices")
     return [(name, share) for name, share in zip(names, shares) if share > 0]

@@ -18,7 +18,7 @@ from ggufspec.errors import PlacementError
 from ggufspec.parallel import Cut, Shard
 from ggufspec.placement import place_layers
 from ggufspec.tools.options import parse
-from ggufspec.tools.runtime import drafter_owner
+from ggufspec.tools.runtime import devices_in_split, drafter_owner
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 
@@ -92,6 +92,20 @@ def test_layers_go_where_llama_cpp_puts_them() -> None:
         place_layers(devices, 64, 64, split="none", main_gpu=7)
     with pytest.raises(PlacementError, match="negative share"):
         place_layers(devices, 64, 64, tensor_split=(1.0, -1.0))
+
+
+@pytest.mark.parametrize("shares", ["1", "3", "1,2", "0,1", "5,0", "0"])
+@pytest.mark.parametrize("split", ["layer", "tensor", "none"])
+def test_shares_change_nothing_on_one_device(shares: str, split: str) -> None:
+    """A command line that was written for several GPUs runs on one as if there were none."""
+    one, numbers = torch.device("cuda", 0), tuple(map(float, shares.split(",")))
+    want = place_layers([one], 64, 64, split=split)
+    assert place_layers([one], 64, 64, split=split, tensor_split=numbers) == want and set(want.layers) == {one}
+    model = parse("cli", ["-m", "x", "--device", "CPU0", "-sm", split, "-ts", shares]).model
+    assert devices_in_split(model) == [("CPU0", 1.0)]
+    for devices in ([one], [one, torch.device("cuda", 1)]):
+        with pytest.raises(PlacementError, match="negative share"):
+            place_layers(devices, 64, 64, split="layer", tensor_split=(-1.0, 2.0))
 
 
 COMMAND = [

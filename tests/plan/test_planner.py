@@ -160,6 +160,14 @@ def test_a_split_moves_bytes_and_loses_none(big: dict[str, Path]) -> None:
     assert in_all(one, "KV") == 16 * per_layer
 
 
+@pytest.mark.parametrize("split", ["layer", "tensor", "none"])
+def test_shares_change_nothing_on_one_device(big: dict[str, Path], split: str) -> None:
+    asked = question(big["target"], cuda_devices(1), split=split)
+    want = Planner(asked).plan(8192)
+    for shares in ((3.0,), (1.0, 2.0), (0.0, 1.0)):
+        assert Planner(replace(asked, shares=shares)).plan(8192).parts == want.parts
+
+
 def test_packed_weights_are_about_as_large_as_the_file(big: dict[str, Path]) -> None:
     q = question(big["target"], cuda_devices(1), types=("draft-mtp",), draft=DraftOptions(n_max=3))
     parts = Planner(q).plan(256).parts[torch.device("cuda", 0)]
