@@ -239,3 +239,24 @@ def test_whether_and_how_far_it_drafts_is_said(folder, target, caplog, n_max, sa
         drafter = make_drafter(file, model, folder / "d.gguf", ["draft-dspark"], n_max=n_max)
     (record,) = [r for r in caplog.records if r.getMessage() == says]
     assert (drafter is None) == (record.levelname == "WARNING") == (n_max == 0)
+
+
+@pytest.mark.parametrize("key, other, message", [
+    ("attention.head_count", 4, r"blk.0.attn_q.weight has shape \[160, 64\]; .* ask for \[128, 64\]"),
+    ("attention.head_count_kv", 5, r"blk.0.attn_k.weight has shape \[32, 64\]; .* ask for \[160, 64\]"),
+    ("feed_forward_length", 96, r"blk.0.ffn_gate.weight has shape \[64, 64\]; .* ask for \[96, 64\]"),
+    ("attention.key_length", 16, r"blk.0.attn_k.weight has shape \[32, 64\]; .* ask for \[16, 64\]"),
+    ("target_layers", [1], r"fc.weight has shape \[64, 128\]; .* ask for \[64, 64\]"),
+    (None, None, ""),
+])  # fmt: skip
+def test_keys_of_another_shape_are_refused_with_both_numbers(folder, target, key, other, message):
+    """Drafters of one name may differ in heads, feed-forward width and taps: each has its own."""
+    value = ("arr[u32]", other) if isinstance(other, list) else ("u32", other)
+    path = make_dflash(folder / "d.gguf", kind="dspark", n_head=5, n_head_kv=1, confidence=False, **SMALL,
+                       keys={f"dflash.{key}": value} if key else None)  # fmt: skip
+    file, model = load_target(target.path)
+    if key is None:
+        assert make_drafter(file, model, path, ["draft-dspark"]).backbone.config.common.head_count == (5, 5)
+        return
+    with pytest.raises(FileError, match=f"d.gguf: tensor {message}"):
+        make_drafter(file, model, path, ["draft-dspark"])
