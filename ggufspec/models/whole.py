@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from .config import Config
 
 if TYPE_CHECKING:
     from ..gguf_file import GGUFFile
+
+log = logging.getLogger(__name__)
 
 # Heads beside the one over the vocabulary (rerankers have them), which text does not need.
 BESIDE = ("cls.",)
@@ -33,7 +36,17 @@ def check_blocks(file: GGUFFile, config: Config) -> None:
 
 
 def check_all_used(weights: Weights, config: Config) -> None:
-    """UnsupportedError when a loaded model left out a tensor of its file. MTP blocks are the drafter's."""
+    """UnsupportedError when a loaded model left out a tensor of its file. MTP blocks are the drafter's.
+
+    A block that is one by the key alone is left out with a warning, as llama.cpp does.
+    """
+    for i in range(config.n_layers, config.block_count):
+        own = [name for name in weights.file.tensors if block_of(name) == i]
+        if own and not any(".nextn." in name for name in own):
+            log.warning(
+                "%s: block %d is left out: key %s.nextn_predict_layers is %d, so that it should be an MTP block, but it "
+                "has no nextn tensor", weights.file.path, i, config.architecture, config.nextn_predict_layers,
+            )  # fmt: skip
     for name in weights.file.tensors:
         if name not in weights.used and block_of(name) < config.n_layers and not name.startswith(BESIDE):
             raise UnsupportedError(

@@ -95,3 +95,14 @@ def test_models_are_causal_unless_they_say_otherwise(tmp_path: Path) -> None:
     file = open_gguf(families.make_qwen3(tmp_path / "n.gguf", keys={"qwen3.attention.causal": ("bool", False)}))
     with pytest.raises(UnsupportedError, match="qwen3.attention.causal is false; text generation needs a causal"):
         load_model(file)
+
+
+def test_a_block_that_only_the_key_calls_an_mtp_block_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The text is then that of the blocks before it, in llama.cpp too."""
+    load_model(open_gguf(families.make_qwen35(tmp_path / "whole.gguf", seed=1)))
+    assert not caplog.records
+    path = families.make_qwen35(tmp_path / "m.gguf", seed=1, n_layers=5, mtp=False, full_interval=5,
+                                keys={"qwen35.nextn_predict_layers": ("u32", 1)})  # fmt: skip
+    load_model(open_gguf(path))
+    (record,) = caplog.records
+    assert "m.gguf: block 4 is left out: key qwen35.nextn_predict_layers is 1" in record.getMessage()
