@@ -44,8 +44,8 @@ def check_all_used(weights: Weights, config: Config) -> None:
         own = [name for name in weights.file.tensors if block_of(name) == i]
         if own and not any(".nextn." in name for name in own):
             log.warning(
-                "%s: block %d is left out: key %s.nextn_predict_layers is %d, so that it should be an MTP block, but it "
-                "has no nextn tensor", weights.file.path, i, config.architecture, config.nextn_predict_layers,
+                "%s: block %d is left out: key %s.nextn_predict_layers is %d, so that it should be an MTP block, but "
+                "it has no nextn tensor", weights.file.path, i, config.architecture, config.nextn_predict_layers,
             )  # fmt: skip
     for name in weights.file.tensors:
         if name not in weights.used and block_of(name) < config.n_layers and not name.startswith(BESIDE):
