@@ -110,13 +110,13 @@ def shares_of(tensor_split: Sequence[float], n: int) -> tuple[float, ...]:
 
     () where it says nothing: nothing but zeros, or one device, which has everything.
     """
+    if any(share < 0 for share in tensor_split):
+        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))} has a negative share")
     if n < 2 or not any(tensor_split):
         return ()
     if any(tensor_split[n:]):
         raise PlacementError(f"--tensor-split has {len(tensor_split)} shares for {n} devices")
     shares = (*tensor_split, *[0.0] * n)[:n]
-    if min(shares) < 0:
-        raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))} has a negative share")
     if not math.isfinite(sum(shares)):
         raise PlacementError(f"--tensor-split {','.join(map(str, tensor_split))}: expected ratios such as 4,6,6")
     return shares

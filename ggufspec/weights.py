@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ class Weights:
     def __init__(self, file: GGUFFile, progress: Callable[[int], None] | None = None):
         self.file = file
         self.progress = progress
+        self.used: set[str] = set()  # names of tensors that were asked for
         self._packed: dict[tuple[Part, torch.device], PackedWeight] = {}
         self._groups: dict[tuple[tuple[Part, ...], torch.device], WeightGroup] = {}
 
@@ -65,6 +67,7 @@ class Weights:
                 f"{self.file.path}: tensor {name} has shape {list(info.shape)}; "
                 f"the file's keys ask for {list(shape)} (rows, columns)"
             )
+        self.used.add(name)
         scale = name.removesuffix(".weight") + ".scale"
         if scale != name and scale in self.file.tensors:
             raise UnsupportedError(f"{self.file.path}: tensor {scale} (a per-tensor scale) is not supported")
@@ -89,8 +92,9 @@ class Weights:
             raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if part.columns is not None:
             raw = np.concatenate([raw[:, slice(*self._byte_range(info, r))] for r in part.columns], axis=1)
-        packed = pack(as_tensor(raw), info.layout.name, (extent(part.rows, part.shape[0]),
-                                                         extent(part.columns, part.shape[1])), device)
+        shape = extent(part.rows, part.shape[0]), extent(part.columns, part.shape[1])
+        with self._room(part.name, device):
+            packed = pack(as_tensor(raw), info.layout.name, shape, device)
         self._count(info.n_bytes)
         return packed
 
@@ -114,19 +118,23 @@ class Weights:
         if (named, device) not in self._groups:
             # Fusing may move weights into arrays of the group's own: keep no second copy of them here.
             packed = [self._packed.get((part, device)) or self._pack(part, device) for part in named]
-            self._groups[named, device] = fuse(packed)
+            with self._room(named[0].name, device):
+                self._groups[named, device] = fuse(packed)
         return self._groups[named, device]
 
     def pair(self, device: torch.device, gate: Part, up: Part) -> GatedPair:
         """Gate and up matrices of one shape, of a gated feed-forward layer."""
-        return join(self._pack(gate, device), self._pack(up, device))
+        packed = self._pack(gate, device), self._pack(up, device)
+        with self._room(gate.name, device):
+            return join(*packed)
 
     def subgroup(self, name: str, group: WeightGroup, start: int) -> WeightGroup:
         """A group's weights from number `start` on, also as a group of their own; on CUDA these are copies.
 
         name: of the tensor in whose block they are counted.
         """
-        return fuse(group.weights[start:])
+        with self._room(name, group.weights[start].device):
+            return fuse(group.weights[start:])
 
     def vector(self, name: str, shape: Sequence[int], device: torch.device,
                rows: Sequence[Range] | None = None) -> Tensor:
@@ -147,11 +155,23 @@ class Weights:
         if rows is not None:
             whole = np.concatenate([whole[start:stop] for start, stop in rows])
         self._count(info.n_bytes)
-        return torch.from_numpy(whole).to(device)
+        with self._room(name, device):
+            return torch.from_numpy(whole).to(device)
 
     def optional_vector(self, name: str, shape: Sequence[int], device: torch.device,
                         rows: Sequence[Range] | None = None) -> Tensor | None:
         return self.vector(name, shape, device, rows) if self.has(name) else None
+
+    @contextmanager
+    def _room(self, name: str, device: torch.device) -> Iterator[None]:
+        """A tensor that a device has no room for is named."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise PlacementError(
+                f"{self.file.path}: {device} has no memory left for tensor {name}; spread the model over more devices, "
+                "put the drafter elsewhere (--device-draft), or use a smaller file (ggufspec plan shows what fits)"
+            ) from error
 
     def _count(self, n_bytes: int) -> None:
         if self.progress is not None:

@@ -227,6 +227,12 @@ def _keys(file: GGUFFile, options: Options, n_blocks: int) -> list[Key]:
         put(key)
     if options.prune:
         put(Key(file.key("block_count"), "u32", n_blocks))
+        # Blocks at the end are MTP blocks as far as this key says so: without them it would take trunk blocks for them.
+        nextn = file.key("nextn_predict_layers")
+        count, first = int(file.metadata.get(nextn, 0)), int(file.metadata.get(file.key("block_count"), 0))
+        n_gone = sum(block >= first - count for block in set(options.prune)) if count else 0
+        if n_gone:
+            keys[nextn] = Key(nextn, "u32", count - n_gone)
     return list(keys.values())
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PlacementError
 from ..handover import hand_over, on
 from ..kernels import gdn, kv
 from ..kernels.gdn import Bank, GdnSpec, GdnState
@@ -71,7 +71,15 @@ class Cache:
         kvs: list[KV | None] = []
         states: list[GdnState | None] = []
         alike: dict[RecurrentLayer, int] = Counter(layer for layer in layers if isinstance(layer, RecurrentLayer))
-        banks = {like: gdn.allocate_bank(like.spec, n, n_slots, like.device) for like, n in alike.items()}
+        banks = {}
+        for like, n in alike.items():
+            try:
+                banks[like] = gdn.allocate_bank(like.spec, n, n_slots, like.device)
+            except torch.OutOfMemoryError as error:
+                raise PlacementError(
+                    f"{like.device} has no memory left for the states of {n} recurrent layers in {n_slots} slot(s); "
+                    "use fewer slots (-np)"
+                ) from error
         left = {like: iter(bank.layers) for like, bank in banks.items()}
         for layer in layers:
             if isinstance(layer, KVLayer):

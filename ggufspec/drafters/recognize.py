@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, UnsupportedError
+from ..models import ARCHITECTURES
 from .dflash_config import DFlashConfig, kind_of, read_dflash_config
 
 if TYPE_CHECKING:
@@ -69,11 +70,19 @@ def mtp_block(file: GGUFFile) -> int | None:
 
 
 def infer_types(draft: GGUFFile | None) -> tuple[str, ...]:
-    """The types when none was asked for: what the draft file is; nothing for an ordinary model."""
+    """The types when none was asked for: what the draft file is; nothing for an ordinary model.
+
+    UnsupportedError for a file that is neither a drafter nor a model known here.
+    """
     if draft is None:
         return ()
     if draft.architecture == "dflash":
         return (_SPEC_TYPE[kind_of(draft)],)
+    if draft.architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{draft.path}: architecture {draft.architecture!r} is not a drafter that this program knows; expected "
+            f"dflash, a file with an MTP block (qwen35), or a model ({', '.join(ARCHITECTURES)})"
+        )
     return ("draft-mtp",) if mtp_block(draft) is not None else ()
 
 

@@ -13,6 +13,7 @@ from ..weights import Weights
 from . import gemma3, llama, qwen2, qwen3, qwen35
 from .base import Model, Output
 from .config import Config, read_config
+from .whole import check_all_used, check_blocks
 
 if TYPE_CHECKING:
     from ..gguf_file import GGUFFile
@@ -45,8 +46,11 @@ def load_model(file: GGUFFile, placement: Placement | None = None, *, config: Co
             f"supported: {', '.join(ARCHITECTURES)}"
         )
     config = config or read_config(file)
+    check_blocks(file, config)
     if placement is None:
         placement = Placement.single(default_device(), config.n_layers)
-    model = ARCHITECTURES[name](weights or Weights(file, progress), config, placement, shard)
+    weights = weights or Weights(file, progress)
+    model = ARCHITECTURES[name](weights, config, placement, shard)
+    check_all_used(weights, config)
     joints.assign(model.layers, shard)
     return model

@@ -27,6 +27,7 @@ from .assemble import CacheLayer, assemble, kv_layer
 from .base import Head, Model, Norm, Opened, Opening, Step
 from .config import Config, Keys
 from .layers import Addition, FeedForward, close, heads_cut
+from .whole import check_block_used
 
 
 def gdn_spec(keys: Keys, eps: float) -> GdnSpec:
@@ -346,7 +347,7 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
     block = load_block(weights, config, i, device, None, WHOLE)
     block.index = 0
     assert isinstance(block.mixer, GatedAttention)
-    return MtpBlock(
+    made = MtpBlock(
         block,
         weights.group(device, (f"{name}.nextn.eh_proj.weight", (D, 2 * D))),
         weights.subgroup(f"{name}.attn_k.weight", block.mixer.inputs, 1),
@@ -359,3 +360,5 @@ def load_mtp(weights: Weights, config: Config, device: torch.device, *, target: 
         V,
         config.layer_norm_rms_epsilon,
     )
+    check_block_used(weights, i)
+    return made

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ggufspec.errors import ConfigError
+from ggufspec.errors import ConfigError, PlacementError
 from ggufspec.kernels.kv.blocks import BLOCK, BLOCKS, PLAIN, layout_of
 from ggufspec.kernels.kv.hadamard import rotation_size
 
@@ -75,7 +75,7 @@ def allocate(
 
     ring: position p goes to cell p mod n_cells, so n_cells must be at least the sliding window plus the rows
     of a step. rotation False: no Hadamard rotation (layers with different head sizes share a cache). Raises
-    ConfigError for unknown types and for head sizes that a block does not divide.
+    ConfigError for unknown types and for head sizes that a block does not divide, PlacementError without memory.
     """
 
     def buffer(type_name: str, hd: int, name: str) -> Tensor:
@@ -87,7 +87,13 @@ def allocate(
             )
         width = hd if type_name in PLAIN else layout.row_bytes(hd)
         dtype = PLAIN.get(type_name, torch.uint8)
-        return torch.zeros(n_slots, cells_for(n_cells), n_kv, width, dtype=dtype, device=device)
+        try:
+            return torch.zeros(n_slots, cells_for(n_cells), n_kv, width, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise PlacementError(
+                f"{device} has no memory left for a layer's cache of {n_slots} slot(s) of {n_cells} tokens; "
+                "use a shorter context (-c), fewer slots (-np) or smaller cache types (-ctk, -ctv)"
+            ) from error
 
     return KV(
         type_k,

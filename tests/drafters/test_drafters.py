@@ -10,6 +10,7 @@ from ggufspec.drafters import dflash
 from ggufspec.drafters.chain import Chain
 from ggufspec.drafters.load import NgramSizes, SpecOptions, load_drafter
 from ggufspec.errors import ConfigError
+from ggufspec.kernels.attention import plain as attention
 from ggufspec.rows import Rows, prompt_rows
 
 SMALL = dict(type="F32", n_embd=64, n_ff=96, n_head=4, n_head_kv=2, head_dim=32, n_vocab=12)
@@ -252,6 +253,27 @@ def test_a_row_sees_exactly_its_window(tmp_path, hybrid, causal):
     for p in range(n_past - window - 2, n_past):
         seen = [not torch.equal(a, b) for a, b in zip(hidden(p), reference)]
         assert seen == [n_past + i - p < window for i in range(5)]
+
+
+def test_a_block_costs_no_more_far_behind_the_window(tmp_path, hybrid, monkeypatch):
+    """Cells that a block's attention reads: as many at any position, and of a layer without a window more and more."""
+    read = []
+    decode = attention.decode_cells
+    monkeypatch.setattr(
+        attention, "decode_cells", lambda kv, slot, a, b: (read.append(b - a), decode(kv, slot, a, b))[1]
+    )
+
+    def cells(window_layers, n_past):
+        path = make_dflash(tmp_path / "w.gguf", seed=5, window=40, window_layers=window_layers,
+                           vocabulary=twelve_letters(mask=True), **SMALL)  # fmt: skip
+        drafter = make_drafter(*hybrid, path, ["draft-dflash"], n_max=4, n_ctx=4096)
+        read.clear()
+        drafter.propose(one(0), one(3), one(n_past), 4)
+        return sum(read), sum(kv.n_cells for kv in drafter.kvs)
+
+    sliding = [cells([True, True], n_past) for n_past in (300, 1500, 4000)]
+    assert len(set(sliding)) == 1 and sliding[0] == (2 * 256, 2 * 256)
+    assert [cells([False, False], n_past)[0] > sliding[0][0] for n_past in (300, 1500, 4000)] == [True] * 3
 
 
 # -- chains --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What a file is, and every way in which a drafter and a target can disagree: one line that names both values."""
 
 import pytest
-from families import make_dflash, make_qwen2, make_qwen3, make_qwen35
+from families import Draft, make_dflash, make_qwen2, make_qwen3, make_qwen35
 from loop import load_target, make_drafter
 from small_vocabulary import byte_bpe
 
@@ -39,6 +39,14 @@ def test_types_are_inferred_from_the_file(folder, target):
     assert infer_types(dflash(folder, kind="dflash2")) == ("draft-dflash",)
     assert infer_types(dflash(folder, kind="dspark")) == ("draft-dspark",)
     assert infer_types(open_gguf(make_qwen35(folder / "m.gguf", mtp_only=True, **SMALL))) == ("draft-mtp",)
+
+
+def test_a_file_of_an_unknown_architecture_is_refused(tmp_path):
+    """Also where no type is asked for: it was given to draft, and nothing here can."""
+    path = make_qwen3(tmp_path / "e.gguf", **SMALL)
+    path.write_bytes(path.read_bytes().replace(b"qwen3", b"eagle"))
+    with pytest.raises(UnsupportedError, match="e.gguf: architecture 'eagle' is not a drafter that this program knows"):
+        infer_types(open_gguf(path))
 
 
 def test_lists_of_types():
@@ -89,6 +97,52 @@ def test_mtp_needs_a_whole_block(folder, target):
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"is 1, but tensor blk.4.nextn.eh_proj.weight is missing"):
         check_type("draft-mtp", None, promised)
+
+
+MTP_BLOCK = (
+    "nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output",
+    "attn_q_norm", "attn_k_norm", "post_attention_norm", "ffn_gate", "ffn_up", "ffn_down",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("at", range(len(MTP_BLOCK)))
+def test_the_first_missing_tensor_of_a_promised_mtp_block_is_named(folder, monkeypatch, at):
+    """Whichever it is, and every one after it is missing too. The target alone still runs."""
+    add, left_out = Draft.add, {f"blk.4.{name}.weight" for name in MTP_BLOCK[at:]}
+    monkeypatch.setattr(
+        Draft, "add", lambda draft, name, *shape, **how: name in left_out or add(draft, name, *shape, **how)
+    )
+    file, target = load_target(make_qwen35(folder / "partial.gguf", n_layers=4, **SMALL))
+    message = rf"nextn_predict_layers is 1, but tensor blk.4.{MTP_BLOCK[at]}.weight is missing; --spec-type draft-mtp"
+    with pytest.raises(ConfigError, match=message):
+        make_drafter(file, target, None, ["draft-mtp"])
+
+
+def test_an_mtp_block_of_another_kind_is_refused(folder, monkeypatch):
+    write = Draft.write
+
+    def with_another(draft, *arguments):
+        draft.add("blk.4.nextn.gate.weight", 64, 64)
+        return write(draft, *arguments)
+
+    monkeypatch.setattr(Draft, "write", with_another)
+    file, target = load_target(make_qwen35(folder / "gated.gguf", n_layers=4, **SMALL))
+    with pytest.raises(UnsupportedError, match="tensor blk.4.nextn.gate.weight is not part of an MTP block"):
+        make_drafter(file, target, None, ["draft-mtp"])
+
+
+@pytest.mark.parametrize("kind, other", [("v1", "blk.0.attn_gate"), ("v1", "markov_w2"), ("dspark", "markov_gate"),
+                                         ("dspark", "blk.0.attn_conv_proj"), ("dflash2", "conf_proj")])  # fmt: skip
+def test_a_drafter_with_tensors_of_another_kind_is_refused(folder, target, monkeypatch, kind, other):
+    write = Draft.write
+
+    def with_another(draft, *arguments):
+        draft.add(f"{other}.weight", 64, 64)
+        return write(draft, *arguments)
+
+    monkeypatch.setattr(Draft, "write", with_another)
+    with pytest.raises(UnsupportedError, match=f"tensor {other}.weight is not part of a D.* this kind of drafter is"):
+        check_pair(dflash(folder, kind=kind), target)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +226,37 @@ def test_a_plain_model_does_not_draft_by_inference(folder, target, caplog):
     file, model = load_target(target.path)
     assert make_drafter(file, model, target.path, []) is None
     assert "drafts only with --spec-type draft-simple" in caplog.text
+
+
+@pytest.mark.parametrize("n_max, says", [(3, "speculation is on: draft-dspark, up to 3 tokens a step"),
+                                         (20, "speculation is on: draft-dspark, up to 8 tokens a step"),
+                                         (0, "--spec-draft-n-max is 0: draft-dspark is off")])  # fmt: skip
+def test_whether_and_how_far_it_drafts_is_said(folder, target, caplog, n_max, says):
+    """Of a given drafter never nothing: the width after clamping, or a warning."""
+    make_dflash(folder / "d.gguf", kind="dspark", **SMALL)
+    file, model = load_target(target.path)
+    with caplog.at_level("INFO", "ggufspec"):
+        drafter = make_drafter(file, model, folder / "d.gguf", ["draft-dspark"], n_max=n_max)
+    (record,) = [r for r in caplog.records if r.getMessage() == says]
+    assert (drafter is None) == (record.levelname == "WARNING") == (n_max == 0)
+
+
+@pytest.mark.parametrize("key, other, message", [
+    ("attention.head_count", 4, r"blk.0.attn_q.weight has shape \[160, 64\]; .* ask for \[128, 64\]"),
+    ("attention.head_count_kv", 5, r"blk.0.attn_k.weight has shape \[32, 64\]; .* ask for \[160, 64\]"),
+    ("feed_forward_length", 96, r"blk.0.ffn_gate.weight has shape \[64, 64\]; .* ask for \[96, 64\]"),
+    ("attention.key_length", 16, r"blk.0.attn_k.weight has shape \[32, 64\]; .* ask for \[16, 64\]"),
+    ("target_layers", [1], r"fc.weight has shape \[64, 128\]; .* ask for \[64, 64\]"),
+    (None, None, ""),
+])  # fmt: skip
+def test_keys_of_another_shape_are_refused_with_both_numbers(folder, target, key, other, message):
+    """Drafters of one name may differ in heads, feed-forward width and taps: each has its own."""
+    value = ("arr[u32]", other) if isinstance(other, list) else ("u32", other)
+    path = make_dflash(folder / "d.gguf", kind="dspark", n_head=5, n_head_kv=1, confidence=False, **SMALL,
+                       keys={f"dflash.{key}": value} if key else None)  # fmt: skip
+    file, model = load_target(target.path)
+    if key is None:
+        assert make_drafter(file, model, path, ["draft-dspark"]).backbone.config.common.head_count == (5, 5)
+        return
+    with pytest.raises(FileError, match=f"d.gguf: tensor {message}"):
+        make_drafter(file, model, path, ["draft-dspark"])

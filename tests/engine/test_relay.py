@@ -140,9 +140,11 @@ def test_launched_one_by_one(family: Family, cards: Cards, splits: dict[int, Any
     assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
 
 
-def test_three_devices(family: Family, cards: Cards, splits: dict[int, Any]) -> None:
-    want = play(family, family.engine("dspark", False, n_slots=2, n_ctx=N_CTX))
-    engine, _ = relayed(family, splits[3], "dspark", 2)
+@pytest.mark.parametrize("kind, place", [("dspark", None), ("dspark", SECOND), ("mtp", FIRST), ("dflash2", SECOND),
+                                         ("mtp", HOST)], ids=str)  # fmt: skip
+def test_three_devices(family: Family, cards: Cards, splits: dict[int, Any], kind: str, place: Any) -> None:
+    want = play(family, family.engine(kind, False, n_slots=2, n_ctx=N_CTX))
+    engine, _ = relayed(family, splits[3], kind, 2, place)
     assert [job.generated for job in play(family, engine)] == [job.generated for job in want]
 
 

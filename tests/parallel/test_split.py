@@ -153,6 +153,20 @@ def test_devices_of_other_kinds_are_refused(name: str) -> None:
         resolve(name)
 
 
+@pytest.mark.parametrize("shares", ["1", "3", "1,2", "0,1", "5,0", "0"])
+@pytest.mark.parametrize("split", ["layer", "tensor", "none"])
+def test_shares_change_nothing_on_one_device(shares: str, split: str) -> None:
+    """A command line that was written for several GPUs runs on one as if there were none."""
+    one, numbers = torch.device("cuda", 0), tuple(map(float, shares.split(",")))
+    want = place_layers([one], 64, 64, split=split)
+    assert place_layers([one], 64, 64, split=split, tensor_split=numbers) == want and set(want.layers) == {one}
+    model = parse("cli", ["-m", "x", "--device", "CPU0", "-sm", split, "-ts", shares]).model
+    assert devices_in_split(model) == [("CPU0", 1.0)]
+    for devices in ([one], [one, torch.device("cuda", 1)]):
+        with pytest.raises(PlacementError, match="negative share"):
+            place_layers(devices, 64, 64, split="layer", tensor_split=(-1.0, 2.0))
+
+
 COMMAND = [
     sys.executable, "-c", "from ggufspec.tools.main import main; main()", "cli", "-m", str(bundled.target_path()),
     "-p", "import os", "--temp", "0", "-c", "512", "--no-display-prompt", "--device", "CPU0,CPU1",

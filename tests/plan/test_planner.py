@@ -162,6 +162,14 @@ def test_a_split_moves_bytes_and_loses_none(big: dict[str, Path]) -> None:
     assert in_all(one, "KV") == 16 * per_layer
 
 
+@pytest.mark.parametrize("split", ["layer", "tensor", "none"])
+def test_shares_change_nothing_on_one_device(big: dict[str, Path], split: str) -> None:
+    asked = question(big["target"], cuda_devices(1), split=split)
+    want = Planner(asked).plan(8192)
+    for shares in ((3.0,), (1.0, 2.0), (0.0, 1.0)):
+        assert Planner(replace(asked, shares=shares)).plan(8192).parts == want.parts
+
+
 def test_packed_weights_are_about_as_large_as_the_file(big: dict[str, Path]) -> None:
     q = question(big["target"], cuda_devices(1), types=("draft-mtp",), draft=DraftOptions(n_max=3))
     parts = Planner(q).plan(256).parts[torch.device("cuda", 0)]
@@ -228,6 +236,31 @@ def test_a_sliding_drafters_memory_does_not_follow_the_context(big: dict[str, Pa
     q = question(big["target"], cuda_devices(1), draft_file=open_gguf(big["dflash2"]), draft=DraftOptions(n_max=7))
     planner = Planner(q)
     assert in_all(planner.plan(8192), "draft KV") == in_all(planner.plan(131072), "draft KV") > 0
+
+
+# DSpark drafters of one target and one name.
+SHAPES = [
+    dict(n_head=40, n_head_kv=8, n_ff=10240, taps=(5, 17, 29, 41, 53)),
+    dict(n_head=32, n_head_kv=8, n_ff=17408, taps=(6, 20, 34, 48, 62)),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["40 heads", "32 heads"])
+def test_a_drafter_is_of_the_shape_that_its_own_file_says(big: dict[str, Path], tmp_path: Path, shape: dict[str, Any]
+                                                          ) -> None:
+    """Two shapes circulate under one name: neither is taken for granted."""
+    draft = open_gguf(write_header(tmp_path / "dspark.gguf", "dspark", n_vocab=32000, **shape))
+    q = question(big["target"], cuda_devices(1), draft_file=draft, draft=DraftOptions(n_max=7))
+    check(q)
+    config = read_dflash_config(draft)
+    common = config.common
+    assert config.kind == "dspark" and config.target_layers == shape["taps"]
+    assert (set(common.head_count), set(common.head_count_kv), set(common.feed_forward_length)) == (
+        {shape["n_head"]}, {shape["n_head_kv"]}, {shape["n_ff"]}
+    )  # fmt: skip
+    assert draft.tensors["blk.4.attn_q.weight"].shape == (shape["n_head"] * 128, 5120)
+    parts = Planner(q).plan(256).parts[torch.device("cuda", 0)]
+    assert 1.0 <= parts["draft weights"] / draft.n_bytes < 1.05  # keys and values also as matrices of their own
 
 
 @pytest.mark.parametrize("n_slots, draft", [(4, "dspark"), (8, None)])

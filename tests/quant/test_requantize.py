@@ -25,7 +25,7 @@ from ggufspec.gguf_file import open_gguf
 from ggufspec.gguf_write import Key
 from ggufspec.quant import layouts
 from ggufspec.quant.imatrix import read_imatrix
-from ggufspec.quant.policy import COPY, Choices, file_type
+from ggufspec.quant.policy import COPY, FILE_TYPES, Choices, file_type
 from ggufspec.quant.requantize import Options, make_plan, run_plan
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_files.json").read_text())["sources"]
@@ -179,6 +179,35 @@ def test_pruning_renumbers(tmp_path):
     assert out.read("blk.1.attn_q.weight").tobytes() == reference(x, "F16")
     with pytest.raises(ConfigError, match="block 7 is to be pruned, but the file has blocks 0 to 2"):
         requantize(source, tmp_path / "no.gguf", prune=(7,))
+
+
+def test_pruning_the_mtp_block_takes_back_its_promise(tmp_path):
+    """Else the trunk's last block would pass for the MTP block, and no longer take part in the text."""
+    source = open_gguf(bundled.target_path())
+    n = source.metadata["qwen35.block_count"]
+    assert source.metadata["qwen35.nextn_predict_layers"] == 1
+    for pruned, left in (((n - 1,), 0), ((n - 1, n - 2), 0), ((0,), 1)):
+        plan = make_plan(source, Options(Choices(COPY), prune=pruned))
+        keys = {key.name: key.value for key in plan.keys}
+        assert keys["qwen35.block_count"] == n - len(pruned) and keys["qwen35.nextn_predict_layers"] == left
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in FILE_TYPES if kind is not COPY])
+def test_the_mtp_block_is_kept_and_has_no_fewer_bits_than_the_trunk(kind):
+    """Its tensors have as many a weight as those of the trunk's last attention block, eh_proj as many as the gate."""
+    source = open_gguf(bundled.target_path())
+    plan = make_plan(source, Options(Choices(file_type(kind)), allow_requantize=True), dry_run=True)
+    bits = {t.name: layouts.BY_NAME[t.target].bits_per_weight for t in plan.tensors}
+    assert set(bits) == set(source.tensors)
+    n = source.metadata["qwen35.block_count"]
+    mtp, trunk = ({name.split(".", 2)[2]: b for name, b in bits.items() if name.startswith(f"blk.{i}.")}
+                  for i in (n - 1, n - 2))  # fmt: skip
+    assert len(mtp) == 15
+    for name, own in mtp.items():
+        if name.endswith("norm.weight"):
+            assert own == 32
+        else:
+            assert own >= trunk["ffn_gate.weight" if name.startswith("nextn") else name], name
 
 
 def test_split_input(tmp_path):

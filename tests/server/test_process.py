@@ -108,8 +108,14 @@ def test_a_command_line_written_for_llama_server():
         metrics = server.client.get("/metrics").text
         assert f"llamacpp:spec_decode_num_draft_tokens_total {answer['timings']['draft_n']}.0" in metrics
         assert 'ggufspec:draft_accepted_total{drafter="draft-dspark",position="0"}' in metrics
-        assert "ggufspec:draft_ms_count" in metrics
-    assert "speculation is on" in server.log and "draft acceptance = " in server.log
+        values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+        for phase in ("draft_ms", "verify_ms", "decode_ms"):  # the last one of the plain answer
+            assert float(values[f"ggufspec:{phase}_count"]) > 0 and float(values[f"ggufspec:{phase}_sum"]) > 0
+        shown = server.client.get("/speculation").json()
+        assert min(shown[key] for key in ("draft_ms", "verify_ms", "sample_ms", "decode_ms")) > 0
+        (drafter,) = shown["drafters"]
+    assert f"speculation is on: draft-dspark, up to {drafter['n_max']} tokens a step" in server.log
+    assert "draft acceptance = " in server.log
 
 
 def test_a_taken_port_is_one_line():

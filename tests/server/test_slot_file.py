@@ -1,12 +1,18 @@
 """Saved slots: written whole, read exactly, refused when anything is off."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from families import make_qwen3
 
 from ggufspec.cache import SlotState
 from ggufspec.errors import FileError
+from ggufspec.gguf_file import open_gguf
+from ggufspec.models import read_config
 from ggufspec.slot import Checkpoint
 from ggufspec.slot_file import read_slot, write_slot
+from ggufspec.tools.server.load import digest_of
 
 
 def sample():
@@ -60,6 +66,19 @@ def test_another_model_and_a_missing_file_are_refused(tmp_path):
         read_slot(path, "two")
     with pytest.raises(FileError, match="nope.bin: cannot be read"):
         read_slot(tmp_path / "nope.bin", "one")
+
+
+def test_models_of_one_shape_are_told_apart(tmp_path):
+    """A fine-tune has the sizes and types of its origin; so has the same model with another rotation."""
+    def digest(*seeds, name="m.gguf", **config):
+        files = [open_gguf(make_qwen3(tmp_path / name, seed=seed, n_layers=1)) for seed in seeds]
+        return digest_of(files, replace(read_config(files[0]), **config))
+
+    base = read_config(open_gguf(make_qwen3(tmp_path / "b.gguf", n_layers=1))).rope
+    own = digest(1)
+    assert own == digest(1, name="copy.gguf") and len(own) == 16
+    others = {digest(2), digest(1, 1), digest(1, 2), digest(1, rope=replace(base, base=5e5))}
+    assert len(others) == 4 and own not in others
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

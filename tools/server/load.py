@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ggufspec.chat import load_templates
-from ggufspec.errors import ConfigError
-from ggufspec.gguf_file import GGUFFile
+from ggufspec.errors import ConfigError, UnsupportedError
+from ggufspec.gguf_file import GGUFFile, open_gguf
 from ggufspec.models import Config
 from ggufspec.tokenizer import Tokenizer
 from ggufspec.tools import model_defaults
@@ -44,11 +48,13 @@ def loaded(runtime: Runtime) -> Loaded:
         runtime.file.metadata, tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos), *_override(settings.chat)
     )
     drafters = () if runtime.drafter is None else runtime.drafter.name.split(",")
+    draft_path = None if runtime.drafter is None else settings.speculative.model
+    files = [runtime.file] if draft_path is None else [runtime.file, open_gguf(draft_path)]
     return Loaded(
         runtime.engine,
         tokenizer,
         templates,
-        model_info(runtime.file, runtime.config, tokenizer),
+        replace(model_info(runtime.file, runtime.config, tokenizer), digest=digest_of(files, runtime.config)),
         default_task(settings, runtime.file, ",".join(["none", *drafters])),
         settings.context.n_batch,
     )
@@ -76,6 +82,18 @@ def model_info(file: GGUFFile, config: Config, tokenizer: Tokenizer) -> ModelInf
         n_bytes=file.n_bytes,
         vocab_type=VOCABULARY_TYPES.get(file.get("tokenizer.ggml.model", str), 0),
     )
+
+
+def digest_of(files: Sequence[GGUFFile], config: Config) -> str:
+    """Of what a slot's caches depend on: the beginning of every tensor of target and drafter, and the target's numbers
+    as the options left them."""
+    digest = hashlib.blake2b(repr(config).encode(), digest_size=8)
+    for file in files:
+        for name, tensor in sorted(file.tensors.items()):
+            digest.update(f"{name} {tensor.type_name} {tensor.shape}".encode())
+            with suppress(UnsupportedError):  # of a block that nothing here runs
+                digest.update(file.read(name).reshape(-1)[:64].tobytes())
+    return digest.hexdigest()
 
 
 def default_task(settings: Settings, file: GGUFFile, speculative_types: str) -> Task:

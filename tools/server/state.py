@@ -34,11 +34,12 @@ class ModelInfo:
     n_params: int = 0
     n_bytes: int = 0
     vocab_type: int = 2
+    digest: str = ""  # tells models of one shape and type apart
 
     @property
     def fingerprint(self) -> str:
         """What saved slots are bound to: equal for copies of a file, different for another model or type."""
-        return f"{self.ftype}/{self.n_params}/{self.n_vocab}/{self.n_bytes}"
+        return f"{self.ftype}/{self.n_params}/{self.n_vocab}/{self.n_bytes}/{self.digest}"
 
 
 @dataclass
