@@ -28,12 +28,12 @@ class Placement:
 def resolve(device: torch.device | str) -> torch.device:
     """A device with its index filled in; PlacementError when the machine has no such device.
 
-    Names: `cpu` and `cuda:N` as in PyTorch, and llama.cpp's `CUDA0`, `CUDA1`, ... `CPU0`, `CPU1`, ... are all the CPU:
-    naming several tries out a split without GPUs.
+    Names: `cpu` and `cuda:N` as in PyTorch, and llama.cpp's `CUDA0`, `CUDA1`, ... `CPU0`, `CPU1`, ... are all the CPU,
+    as logical devices of their own: naming several tries out a split without GPUs, copies between devices included.
     """
     text = str(device)
     if text.upper().startswith("CPU") and text[3:].isdigit():
-        return torch.device("cpu")
+        return torch.device("cpu", int(text[3:]))
     if text.upper().startswith("CUDA") and text[4:].isdigit():
         text = f"cuda:{text[4:]}"
     try:
@@ -81,7 +81,8 @@ def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *
     nothing there, a copy from the CPU would. With split `none` and a negative `main_gpu` there is no GPU at all.
     """
     cpu = torch.device("cpu")
-    if devices == [cpu] or gpu_layers == 0 or (split == "none" and main_gpu < 0):
+    is_cpu = [device.type for device in devices] == ["cpu"] or (split == "none" and main_gpu < 0)
+    if is_cpu or gpu_layers == 0:
         return Placement(cpu, (cpu,) * n_layers, cpu)
     if split == "none":
         if main_gpu >= len(devices):
@@ -133,7 +134,7 @@ def check_whole(gpu_layers: int, block_count: int) -> None:
 
 def device_name(device: torch.device) -> str:
     """The name that `resolve` takes."""
-    return f"CUDA{device.index}" if device.type == "cuda" else "CPU0"
+    return f"{device.type.upper()}{device.index or 0}"
 
 
 def free_bytes(device: torch.device) -> float:

@@ -188,7 +188,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return self.output_norm.device
+        return self.head.device
 
     @property
     def n_vocab(self) -> int:

@@ -37,7 +37,7 @@ def pack(
     device = torch.device(device)
     check_pack(raw, type_name, shape)
     if device.type == "cpu":
-        return plain.pack(raw, type_name, shape, keep_dense is not False)
+        return plain.pack(raw, type_name, shape, device, keep_dense is not False)
     return cuda.pack(raw, type_name, shape, device)
 
 

@@ -14,10 +14,12 @@ TILE_ROWS = 16
 DECODE_ROWS = 4096  # weight rows decoded at a time when no dense copy is kept
 
 
-def pack(raw: Tensor, type_name: str, shape: tuple[int, int], keep_dense: bool = True) -> PackedWeight:
-    """Keep the bytes (no copy) and, with `keep_dense`, their float32 values: fast, at 4 bytes a weight."""
+def pack(raw: Tensor, type_name: str, shape: tuple[int, int], device: torch.device, keep_dense: bool = True
+         ) -> PackedWeight:
+    """Keep the bytes (no copy) and, with `keep_dense`, their float32 values: fast, at 4 bytes a weight. device: the CPU
+    or one of its logical devices, for the weight's users."""
     dense = decode(raw, type_name) if keep_dense else None
-    return PackedWeight(type_name, shape, torch.device("cpu"), raw=raw, dense=dense)
+    return PackedWeight(type_name, shape, device, raw=raw, dense=dense)
 
 
 def prepare(x: Tensor) -> Activation:

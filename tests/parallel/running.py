@@ -16,7 +16,10 @@ def run_ranks(worker: Path, shares: Sequence[float], out: Path, *more: str) -> l
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(worker.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths
+    }
     text = ",".join(map(str, shares))
     ranks = [
         subprocess.Popen([sys.executable, str(worker), str(r), text, str(out), *more], env=environment,

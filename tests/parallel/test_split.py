@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from running import run_ranks
+from streams import DRAFTERS
 
 from ggufspec import bundled
 from ggufspec.errors import ConfigError, PlacementError
@@ -24,31 +27,49 @@ from ggufspec.tools.options import parse
 from ggufspec.tools.runtime import check_devices, devices_in_split, drafter_owner, start_ranks
 
 WORKER = Path(__file__).with_name("rank_worker.py")
+N_SHORT, N_LONG = 8, 24  # tokens of a stream
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    return run_ranks(WORKER, [1.0], tmp_path_factory.mktemp("alone") / "out")[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict]:
+    """What one device makes of every stream, for a number of tokens."""
+    return cache(lambda n: run_ranks(WORKER, [1.0], tmp_path_factory.mktemp("alone") / "out", str(n))[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shares", [[1, 1], [4, 6, 6], [6, 6, 4], [1, 2], [1, 1, 1, 1]], ids=str)
-def test_ranks_emit_the_tokens_of_one_device(shares: list[float], alone: dict, tmp_path: Path) -> None:
+def shares_in(text: str) -> list[float]:
+    """The shares of the ranks that `-ts TEXT` starts: a device with share 0 takes no part."""
+    names = ",".join(f"CPU{i}" for i in range(text.count(",") + 1))
+    settings = parse("cli", ["-m", "x", "-sm", "tensor", "--device", names, "-ts", text])
+    return [share for _, share in devices_in_split(settings.model)]
+
+
+@pytest.mark.parametrize("shares", ["1,1", "4,6,6", "6,6,4", "1,0,2", "1,1,1,1"])
+def test_ranks_emit_the_tokens_of_one_device(shares: str, alone: Callable[[int], dict], tmp_path: Path) -> None:
     """Plain and every drafter, greedy and sampled."""
-    assert len(alone["tokens"]) == 8
-    for result in run_ranks(WORKER, shares, tmp_path / "out"):
-        assert result["tokens"] == alone["tokens"]
+    expected = alone(N_SHORT)["tokens"]
+    assert len(expected) == 2 * len(DRAFTERS) and all(len(tokens) == N_SHORT for tokens in expected.values())
+    for result in run_ranks(WORKER, shares_in(shares), tmp_path / "out", str(N_SHORT)):
+        assert result["tokens"] == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shares", "owner"), [([1, 1], 1), ([6, 6, 4], 0)], ids=str)
-def test_a_drafter_on_one_rank_drafts_for_all(shares: list[float], owner: int, alone: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", ["1,1", "4,6,6", "6,6,4", "1,0,2", "1,1,1,1"])
+def test_ranks_go_on_emitting_them(shares: str, alone: Callable[[int], dict], tmp_path: Path) -> None:
+    for result in run_ranks(WORKER, shares_in(shares), tmp_path / "out", str(N_LONG)):
+        assert result["tokens"] == alone(N_LONG)["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shares", "owner"), [("1,1", 1), ("6,6,4", 0)], ids=str)
+def test_a_drafter_on_one_rank_drafts_for_all(shares: str, owner: int, alone: Callable[[int], dict], tmp_path: Path
+                                              ) -> None:
     """The tokens of one device, and as many accepted drafts: every rank was given those of the owner. Steps are
     launched before the results of the ones before are read."""
-    for result in run_ranks(WORKER, shares, tmp_path / "out", str(owner), "ahead"):
-        assert result["tokens"] == alone["tokens"]
-        assert result["accepted"] == alone["accepted"]
-        assert all(result["accepted"][f"{name} 0"] > 0 for name in ("draft-mtp", "draft-dspark", "draft-dflash"))
+    expected = alone(N_LONG)
+    for result in run_ranks(WORKER, shares_in(shares), tmp_path / "out", str(N_LONG), str(owner), "ahead"):
+        assert result["tokens"] == expected["tokens"]
+        assert result["accepted"] == expected["accepted"]
+        assert all(result["accepted"][f"{name} 0"] > 0 for name in DRAFTERS if name.startswith("draft-"))
 
 
 def test_who_owns_a_drafter() -> None:
