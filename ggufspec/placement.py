@@ -106,6 +106,22 @@ def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *
     return Placement(layers[0], layers, device_of(block_count))
 
 
+def shown(placement: Placement) -> str:
+    """In words: `layers 0 to 16 on CUDA0, 17 to 63 and the output on CUDA1`."""
+    runs: list[tuple[torch.device, int, int]] = []
+    for i, device in enumerate(placement.layers):
+        if runs and runs[-1][0] == device:
+            runs[-1] = (device, runs[-1][1], i)
+        else:
+            runs.append((device, i, i))
+    words = [(f"{a} to {b}" if b > a else str(a), device) for device, a, b in runs]
+    if runs[-1][0] == placement.output:
+        words[-1] = (f"{words[-1][0]} and the output", placement.output)
+    else:
+        words.append(("the output", placement.output))
+    return "layers " + ", ".join(f"{what} on {device_name(device)}" for what, device in words)
+
+
 def shares_of(tensor_split: Sequence[float], n: int) -> tuple[float, ...]:
     """`--tensor-split` for n devices: a share each, 0 for those missing at the end.
 

@@ -174,6 +174,12 @@ def _watch_followers(followers: Sequence[subprocess.Popen[bytes]], closing: thre
                 os._exit(1)
 
 
+def leave_signals_to_leader() -> None:
+    """Ctrl-C, and often SIGTERM (of a service manager, of `timeout`), go to all processes: rank 0 decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def follow_parent(parent: int) -> None:
     """End this process soon after rank 0 has ended, however that happened."""
 
@@ -182,5 +188,5 @@ def follow_parent(parent: int) -> None:
             time.sleep(WATCH_SECONDS)
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; rank 0 decides
+    leave_signals_to_leader()
     threading.Thread(target=watch, daemon=True).start()

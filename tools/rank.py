@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 
 from ggufspec.errors import GgufspecError
 from ggufspec.placement import devices_of
-from ggufspec.ranks import LeaderGone, Ranks, follow_parent, join, torchrun_rank
+from ggufspec.ranks import LeaderGone, Ranks, follow_parent, join, leave_signals_to_leader, torchrun_rank
 from ggufspec.tools.runtime import open_runtime
 from ggufspec.tools.settings import Settings
 
@@ -42,8 +41,8 @@ def follow(settings: Settings, ranks: Ranks | None = None) -> None:
 
 
 def follow_torchrun(settings: Settings) -> None:
-    """`follow`, where torchrun's agent passes Ctrl-C on to all: rank 0 decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """`follow`, where torchrun's agent passes signals on to all."""
+    leave_signals_to_leader()
     follow(settings)
 
 

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from ggufspec.adaptive import AUTO_N_MAX, Adaptive, adaptive_for
-from ggufspec.drafters import Drafter, DraftOptions
+from ggufspec.drafters import Drafter, DraftOptions, device_of
 from ggufspec.drafters.dflash_config import read_dflash_config
 from ggufspec.drafters.load import SpecOptions, load_drafter
 from ggufspec.drafters.owned import Ownership
@@ -32,6 +32,7 @@ from ggufspec.placement import (
     place_layers,
     resolve,
     shares_of,
+    shown,
 )
 from ggufspec.prompt_cache import PromptCache
 from ggufspec.ranks import Ranks, from_torchrun, start, torchrun_world
@@ -100,6 +101,10 @@ def open_runtime(settings: Settings, *, show_progress: bool = True, ranks: Ranks
             device=draft_device(settings.speculative), target_weights=weights, progress=progress,
             ownership=ownership,
         )
+    where = device_of(drafter, model.device)
+    if ranks is None and (len(model.stages) > 1 or where != model.device):
+        at = f"; drafter on {device_name(where)}" if drafter is not None else ""
+        log.info("%s%s", shown(placement), at)
     engine = make_engine(settings, model, tokenizer, drafter, n_slots, n_ctx, ranks)
     return Runtime(settings, file, config, model, tokenizer, drafter, engine)
 
@@ -235,6 +240,8 @@ def start_ranks(settings: Settings, config: Config) -> Ranks | None:
     check_whole(model.gpu_layers, config.block_count)
     check_devices(devices)
     settings = replace(settings, model=replace(model, devices=names, tensor_split=ratios))
+    shown_shares = ", ".join(f"{device_name(device)} {ratio:g}" for device, ratio in zip(devices, ratios))
+    log.info("every layer is cut over %d processes, by shares: %s", len(names), shown_shares)
     ranks = from_torchrun(ratios, devices)
     if ranks is not None:
         return ranks

@@ -34,7 +34,8 @@ from ggufspec import bundled
 
 Data = dict[Any, Any]
 FOLDER = Path(__file__).parent
-ROWS, COLUMNS = (1, 3, 8, 16, 32, 64), 5120
+ROWS, COLUMNS = (1, 3, 8, 16, 32, 64), 5120  # of sums
+CHOICES = (1, 3, 8, 64, 192)  # rows of logits
 VOCABULARY, CANDIDATES = 248320, 20
 LOG_LINES = 40  # of a rank that failed, for the results
 # Seconds a task may take. Most of it is for kernels that no run before has compiled.
@@ -208,7 +209,8 @@ def last_line(log: Any) -> str:
 def sums(session: Session, out: Data) -> None:
     """Sums between the ranks, through peer memory and through the library."""
     for n in session.counts[1:]:
-        more = dict(rows=ROWS, columns=COLUMNS, vocabulary=VOCABULARY, candidates=CANDIDATES)
+        more = dict(rows=ROWS, columns=COLUMNS, choices=CHOICES[: 3 if session.is_cpu else None],
+                    vocabulary=VOCABULARY, candidates=CANDIDATES)
         session.run(Task("sums", "tensor", session.devices[:n], [1] * n, out, n, more))
         for rank, found in enumerate(out[n].get("all", [])):
             wrong = [T for T, equal in found["equal"].items() if not all(equal)]
@@ -227,7 +229,7 @@ def tokens(session: Session, out: Data) -> None:
     common = dict(path=str(bundled.target_path()), n_tokens=12 if session.is_cpu else 32)
     skewed: list[list[float]] = [[4, 6, 6], [6, 6, 4]] if n >= 3 else [[4, 6], [6, 4]]
     layer: list[list[float]] = [[1.0] * n, *skewed]
-    tensor = [[1.0] * size for size in session.counts[1:]] + (skewed[:1] if n >= 3 else [])
+    tensor = [[1.0] * size for size in session.counts[1:]] + (skewed if n >= 3 else [])
     out["raw"], out["runs"] = {}, {}
     done, runs = out["raw"], out["runs"]
 
@@ -315,12 +317,13 @@ def prefill(session: Session, out: Data) -> None:
 
 
 def plan(session: Session, out: Data) -> None:
-    """The planner beside the allocator and the driver for skewed layer splits."""
+    """The planner beside the driver for skewed layer splits, with the longest contexts of smaller cards."""
     n, limit_s = len(session.devices), LIMITS["plan"]
+    gib = "16" if n >= 3 else "24"
     for shares in (["4,6,6", "6,6,4"] if n >= 3 else ["4,6", "6,4"]):
         used = session.devices[: shares.count(",") + 1]
-        arguments = ["-m", session.target, "-sm", "layer", "-ts", shares, "--device", ",".join(used), "-c", "32768",
-                     "-np", "2", "--spec-type", "draft-mtp"]  # fmt: skip
+        arguments = ["-m", session.target, "-sm", "layer", "-ts", shares, "--device", ",".join(used), "-np", "2",
+                     "--spec-type", "draft-mtp", "--largest-for", gib]  # fmt: skip
         try:
             done = subprocess.run([sys.executable, FOLDER / "plan_memory.py", *arguments], capture_output=True,
                                   text=True, timeout=limit_s, env=os.environ | {"PYTHONSAFEPATH": "1"})  # fmt: skip
@@ -354,6 +357,10 @@ def tables(results: Data) -> Iterator[str]:
     for n, done in results.get("sums", {}).items():
         found = found_of(done)
         if found:
+            if not found["us"]:  # logical devices
+                same, chosen = (all(map(all, found[key].values())) for key in ("equal", "chosen"))
+                yield f"\nSums of {n} ranks: same bits {same}. Choices from parts of the logits: same tokens {chosen}."
+                continue
             yield f"\nSums of {n} ranks, {COLUMNS} columns, with addition and norm, microseconds each:\n"
             yield "| rows | no sum | gathered | peer memory | same bits |\n|---|---|---|---|---|"
             for T, equal in found["equal"].items():
@@ -361,12 +368,13 @@ def tables(results: Data) -> Iterator[str]:
                 same = all(equal) if found["link"] else "no peer memory"
                 times = (number(us.get(key), 1) for key in ("alone", "gathered", "peer"))
                 yield f"| {T} | {' | '.join(times)} | {same} |"
-            yield f"\nThe best {CANDIDATES} of {VOCABULARY} logits over {n} ranks, microseconds:\n"
-            yield "| rows | joined logits | gathered candidates | peer memory | same tokens |\n|---|---|---|---|---|"
+            yield f"\nThe best 1 and the best {CANDIDATES} of {VOCABULARY} logits over {n} ranks, microseconds:\n"
+            yield "| rows | joined | gathered | peer memory | joined | gathered | peer memory | same tokens |"
+            yield "|---|---|---|---|---|---|---|---|"
             for T, equal in found["chosen"].items():
                 us = found["chosen_us"].get(T, {})
-                times = (number(us.get(key), 1) for key in ("joined", "gathered", "peer"))
-                yield f"| {T} | {' | '.join(times)} | {all(equal)} |"
+                keys = [f"{way} {k}" for k in (1, CANDIDATES) for way in ("joined", "gathered", "peer")]
+                yield f"| {T} | {' | '.join(number(us.get(key), 1) for key in keys)} | {all(equal)} |"
     runs = results.get("tokens", {}).get("runs", {})
     if runs:
         yield "\n| split | streams | with the tokens of one device |\n|---|---|---|"

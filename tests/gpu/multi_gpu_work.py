@@ -73,6 +73,8 @@ class Setup:
                 [resolve(d) for d in self.devices], self.config.block_count, self.config.n_layers,
                 split=self.split, tensor_split=tuple(self.shares) if self.split == "layer" else (),
             )
+            used = {*placement.layers, placement.output}
+            assert self.split != "layer" or len(used) == sum(share > 0 for share in self.shares), "layers are not cut"
         shard = WHOLE if self.ranks is None else self.ranks.shard
         self.model = load_model(self.file, placement, config=self.config, weights=self.weights, shard=shard)
         self.load_s = time.perf_counter() - start
@@ -239,7 +241,7 @@ def candidates(task: Data, ranks: Ranks, found: Data, save: Save) -> None:
     from the whole; and their times."""
     from ggufspec.kernels import select
     from ggufspec.parallel import Shard
-    from ggufspec.unjoined import Unjoined, argmax, top_k, whole
+    from ggufspec.unjoined import Unjoined, argmax, top_k
 
     device, V, k = ranks.device, task["vocabulary"], task["candidates"]
     through_group = Shard(ranks.rank, ranks.shares, ranks.devices)
@@ -247,7 +249,7 @@ def candidates(task: Data, ranks: Ranks, found: Data, save: Save) -> None:
     assert bounds is not None
     start, stop = bounds[ranks.rank]
     found |= {"chosen": {}, "chosen_us": {}}
-    for T in task["rows"]:
+    for T in task["choices"]:
         x = torch.randn(T, V, generator=torch.Generator().manual_seed(T))
         x[T // 2] = x[T // 2].round()  # ties
         x = x.to(device)
@@ -258,14 +260,19 @@ def candidates(task: Data, ranks: Ranks, found: Data, save: Save) -> None:
             for part in parts
         ]
         if device.type == "cuda":
-            ways = {
-                "joined": lambda logits=parts[1]: top_k(whole(logits), k),
-                "gathered": lambda logits=parts[1]: top_k(logits, k),
-                "peer": (lambda logits=parts[0]: top_k(logits, k)) if ranks.link is not None else None,
-            }
-            found["chosen_us"][T] = {name: way and timed(way, ranks, n=16) for name, way in ways.items()}
+            timings = found["chosen_us"][T] = {}
+            for n, best in ((1, argmax), (k, partial(top_k, k=k))):
+                timings[f"joined {n}"] = timed(partial(of_whole, best, parts[1]), ranks, n=16)
+                timings[f"gathered {n}"] = timed(partial(best, parts[1]), ranks, n=16)
+                timings[f"peer {n}"] = timed(partial(best, parts[0]), ranks, n=16) if ranks.link is not None else None
         print(T, found["chosen"][T], found["chosen_us"].get(T), flush=True)
         save()
+
+
+def of_whole(best: Any, part: Any) -> Any:
+    from ggufspec.unjoined import whole
+
+    return best(whole(part))
 
 
 def gather_add_norm(shard: Any, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> Any:

@@ -1,15 +1,18 @@
 """The planner beside the allocator: loads a model as the server would, fills its slots, and prints both per device.
 
     python tests/gpu/plan_memory.py -m target.gguf --spec-type draft-mtp -c 32768 -np 4 [any option of ggufspec plan]
+    python tests/gpu/plan_memory.py .. --largest-for 24     # instead of -c: the longest context for cards of 24 GiB
 
 Runs one process (split none or layer). What the driver counts (nvidia-smi's reading) has the CUDA context in it, for
 which the planner sets memory aside on every card; what loading and running took from the driver has not. The larger
-difference of the plan from these two is printed last; the aim is within 3 %.
+difference of the plan from these two is printed last; the aim is within 3 %. With --largest-for it also says how many
+more tokens, or fewer, the cards' fullest device would have had room for, by what it holds in the end.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +30,7 @@ from ggufspec.tools.settings import Settings
 LENGTHS = (2000, 300, 1200, 90)  # of prompts
 
 
-def planned(settings: Settings, n_slots: int, n_ctx: int) -> dict[torch.device, dict[str, int]]:
+def planner_of(settings: Settings, n_slots: int) -> Planner:
     assert settings.model.path is not None
     file = runtime.open_model_file(settings.model.path, settings.model.overrides)
     spec = settings.speculative
@@ -37,7 +40,7 @@ def planned(settings: Settings, n_slots: int, n_ctx: int) -> dict[torch.device, 
         settings, file, read_config(file), draft_file, n_slots, devices, memory, runtime.draft_device(spec)
     )
     check(question)
-    return {device: dict(parts) for device, parts in Planner(question).plan(n_ctx).parts.items()}
+    return Planner(question)
 
 
 def segments_of(device: torch.device) -> list[str]:
@@ -58,11 +61,25 @@ def segments_of(device: torch.device) -> list[str]:
 
 
 def main() -> None:
-    settings = parse("plan", sys.argv[1:])
+    arguments, gib = sys.argv[1:], 0.0
+    if "--largest-for" in arguments:
+        at = arguments.index("--largest-for")
+        gib = float(arguments[at + 1])
+        del arguments[at : at + 2]
+    settings = parse("plan", arguments)
     assert settings.model.path is not None
     config = read_config(runtime.open_model_file(settings.model.path, ()))
     n_slots, n_ctx = runtime.size_context(settings.context, config)
-    plan = planned(settings, n_slots, n_ctx)
+    planner = planner_of(settings, n_slots)
+    if gib:
+        limit = int(gib * GIB) - CONTEXT_BYTES
+        question = replace(planner.question, memory=(limit,) * len(planner.question.devices))
+        n_ctx = Planner(question).largest()
+        if not n_ctx:
+            raise SystemExit(f"error: no context fits cards of {gib:g} GiB")
+        settings = replace(settings, context=replace(settings.context, n_ctx=n_ctx * n_slots, kv_unified=False))
+        n_slots, n_ctx = runtime.size_context(settings.context, config)
+    plan = {device: dict(parts) for device, parts in planner.plan(n_ctx).parts.items()}
     if any(device.type != "cuda" for device in plan):
         raise SystemExit(f"error: memory is measured on CUDA devices, not on {', '.join(map(str, plan))}")
     free = {device: torch.cuda.mem_get_info(device)[0] for device in plan}
@@ -99,6 +116,17 @@ def main() -> None:
         )
         print("  segments, GiB: " + "; ".join(segments_of(device)))
         worst = max(worst, abs(with_context / in_use - 1), abs(total / used - 1))
+    if gib:
+        rooms, whole, half = [], planner.plan(n_ctx), planner.plan(n_ctx // 2)
+        for device in plan:
+            free_now, on_card = torch.cuda.mem_get_info(device)
+            per_token = (whole.total(device) - half.total(device)) / (n_ctx - n_ctx // 2)
+            if per_token > 0:
+                rooms.append((gib * GIB - (on_card - free_now)) / per_token)
+        print(
+            f"longest context for cards of {gib:g} GiB: planned {n_ctx} tokens a slot; by what the fullest holds "
+            f"{n_ctx + min(rooms):.0f} ({100 * min(rooms) / n_ctx:+.1f} %)"
+        )
     print(f"largest difference of plan and memory in use: {100 * worst:.1f} %")
 
 

@@ -205,6 +205,22 @@ def test_a_second_interrupt_ends_the_program() -> None:
 
 
 @pytest.mark.slow
+def test_a_service_manager_ends_all_processes_at_once(tmp_path: Path) -> None:
+    """What runs may end: followers leave the signal to the first rank."""
+    with serving(tmp_path) as (process, client, log):
+        body = {"prompt": "import os", "n_predict": 40, "ignore_eos": True}
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(client.post("/completion", json=body).status_code))
+        asking.start()
+        time.sleep(1.0)
+        for pid in (*(pid for pid, _ in followers(process.pid)), process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert process.wait(15) == 0
+        asking.join()
+    assert answers == [200] and "ended with status" not in log.read_text()
+
+
+@pytest.mark.slow
 def test_settings_do_not_travel_as_an_argument(tmp_path: Path) -> None:
     """A prompt may be longer than an argument, and keys are nothing for the list of processes."""
     text = tmp_path / "prompt.txt"

@@ -22,7 +22,7 @@ from ggufspec.errors import ConfigError, PlacementError
 from ggufspec.gguf_file import open_gguf
 from ggufspec.models import read_config
 from ggufspec.parallel import Cut, Shard
-from ggufspec.placement import place_layers, resolve, shares_of
+from ggufspec.placement import Placement, place_layers, resolve, shares_of, shown
 from ggufspec.tools.options import parse
 from ggufspec.tools.runtime import check_devices, devices_in_split, drafter_owner, start_ranks
 
@@ -118,6 +118,14 @@ def test_layers_go_where_llama_cpp_puts_them() -> None:
         place_layers(devices, 64, 64, split="none", main_gpu=7)
     with pytest.raises(PlacementError, match="negative share"):
         place_layers(devices, 64, 64, tensor_split=(1.0, -1.0))
+
+
+def test_a_placement_in_words() -> None:
+    one, two, cpu = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+    assert shown(place_layers([one, two], 64, 64, tensor_split=(1.0, 1.0))) == (
+        "layers 0 to 32 on CUDA0, 33 to 63 and the output on CUDA1"
+    )
+    assert shown(Placement(cpu, (cpu, two), one)) == "layers 0 on CPU0, 1 on CUDA1, the output on CUDA0"
 
 
 def test_shares_say_nothing_or_what_they_mean() -> None:
