@@ -46,7 +46,7 @@ def resolve(device: torch.device | str) -> torch.device:
         n = torch.cuda.device_count()
         index = 0 if out.index is None else out.index
         if index >= n:
-            raise PlacementError(f"device {text} was asked for, but this machine has {n} CUDA device(s)")
+            raise PlacementError(f"device {device} was asked for, but this machine has {n} CUDA device(s)")
         major, minor = torch.cuda.get_device_capability(index)
         if (major, minor) < (7, 5):
             raise PlacementError(
