@@ -3,7 +3,9 @@ tests whose machine or reference is missing are skipped with the reason.
 """
 
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +22,16 @@ if importlib.util.find_spec("hypothesis"):
     # Nor do tests of values measure time.
     settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("shared cores")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Commands that run in this process set the package's log up, on a stream that is gone after their test."""
+    log = logging.getLogger("ggufspec")
+    handlers, propagate, level = list(log.handlers), log.propagate, log.level
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

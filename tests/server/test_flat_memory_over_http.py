@@ -21,7 +21,7 @@ def play_round(client, number):
 def alive():
     """Objects of the package's own classes; the event loop keeps timers that were called off for a while."""
     gc.collect()
-    return Counter(type(o).__name__ for o in gc.get_objects() if type(o).__module__.startswith("ggufspec"))
+    return Counter(type(o).__name__ for o in gc.get_objects() if str(type(o).__module__).startswith("ggufspec"))
 
 
 def test_requests_leave_nothing_behind():
