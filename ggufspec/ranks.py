@@ -155,6 +155,16 @@ def start(shares: tuple[float, ...], devices: Sequence[torch.device], settings: 
     return join(0, shares, devices[0])
 
 
+def leave(status: int) -> None:
+    """End this process if it is one of several ranks: as the interpreter would, but for the library's threads, which
+    now and then do not stand its end and abort what had gone well."""
+    if dist.is_initialized():
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def _stop(followers: Sequence[subprocess.Popen[bytes]], closing: threading.Event) -> None:
     closing.set()
     for follower in followers:  # all at once: one that still ran would say that it has lost another

@@ -84,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Read when torch is loaded. OpenMP threads that spin for one another are many times slower as soon as another
     # program wants a core: 100 to 1000 ms a token instead of 30.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    sys.exit(run(argv))
+    status = run(argv)
+    if "ggufspec.ranks" in sys.modules:
+        sys.modules["ggufspec.ranks"].leave(status)
+    sys.exit(status)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

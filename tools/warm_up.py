@@ -95,6 +95,9 @@ def capture_steps(engine: Engine, sampling: Sequence[SamplingParams], seconds: f
 
 
 def free_bytes(engine: Engine) -> int:
+    """Of the engine's GPU, with what the allocator keeps for nobody."""
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 0
 
 

@@ -25,6 +25,12 @@ def family():
     return Family("cuda:0")
 
 
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch):
+    """Other tests may have the card at the same time."""
+    monkeypatch.setattr(warm_up, "PROMPT_SECONDS", 300.0)
+
+
 def warm(engine, seconds):
     """As the server's start does it."""
     warm_up.capture_prompts(engine, 0)

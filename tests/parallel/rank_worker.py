@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import torch
-import torch.distributed as dist
 from streams import DRAFTERS, SAMPLINGS, answer, make_drafter
 
 from ggufspec import bundled
@@ -35,7 +35,7 @@ def main(rank: int, shares: tuple[float, ...], out: str, n_tokens: int, owner: i
         drafter = make_drafter(name, file, model, weights, 256, ownership=at)
         if at is not None and name.startswith("draft-"):
             assert (drafter.inner is not None) == (rank == owner)
-        for sampling in SAMPLINGS:
+        for sampling in SAMPLINGS[name]:
             engine = Engine(model, tokenizer, drafter=drafter, n_ctx=256, link=link, ahead=ahead)
             if drafter is not None:
                 drafter.reset(0)
@@ -45,7 +45,7 @@ def main(rank: int, shares: tuple[float, ...], out: str, n_tokens: int, owner: i
     with open(f"{out}.{rank}", "w") as f:
         json.dump({"tokens": results, "accepted": accepted, "cache_bytes": engine.cache.n_bytes}, f)
     if link is not None:
-        dist.destroy_process_group()  # its threads must not outlive the interpreter
+        os._exit(0)  # as programs do (`ranks.leave`): the library's threads do not stand the interpreter's end
 
 
 if __name__ == "__main__":

@@ -25,7 +25,12 @@ DRAFTERS: dict[str, Path | None] = {
     "none": None, "draft-mtp": None, "draft-dspark": bundled.path("dspark"), "draft-dflash": bundled.path("dflash2"),
     "draft-simple": bundled.target_path(), "ngram-simple": None,
 }  # fmt: skip
-SAMPLINGS = (SamplingParams(temperature=0, ignore_eos=True), SamplingParams(seed=7, ignore_eos=True))
+GREEDY, SAMPLED = SamplingParams(temperature=0, ignore_eos=True), SamplingParams(seed=7, ignore_eos=True)
+# Of each of them a greedy stream, and a sampled one of those whose choices go other ways: from logits, with a draft's
+# scores, from tokens alone.
+SAMPLINGS = {
+    name: (GREEDY, SAMPLED) if name in ("none", "draft-mtp", "draft-dspark") else (GREEDY,) for name in DRAFTERS
+}
 TEXT = "import os\nimport sys\n\n\ndef read_config(path):\n"
 
 

@@ -19,7 +19,6 @@ from ggufspec.tools.runtime import place
 from ggufspec.weights import Weights
 
 N_TOKENS = 10
-SAMPLED = ("none", "draft-dspark")  # drafters whose streams are sampled too, beside greedy ones
 N_UBATCH = 8  # the prompt is several chunks
 FILE = open_gguf(bundled.target_path())
 CONFIG = read_config(FILE)
@@ -40,7 +39,7 @@ def streams(model: Model, weights: Weights, names: Sequence[str] = tuple(DRAFTER
     found = {}
     for name in names:
         drafter = make_drafter(name, FILE, model, weights, 256, device)
-        for sampling in SAMPLINGS[: 2 if name in SAMPLED else 1]:
+        for sampling in SAMPLINGS[name]:
             engine = Engine(model, TOKENIZER, drafter=drafter, n_ctx=256, n_ubatch=N_UBATCH)
             if drafter is not None:
                 drafter.reset(0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from dataclasses import replace
 from itertools import count
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ggufspec import bundled
@@ -183,7 +183,7 @@ def main(rank: int, shares: tuple[float, ...], out: str) -> None:
     with open(f"{out}.{rank}", "w") as f:
         json.dump(found, f)
     if link is not None:
-        dist.destroy_process_group()  # its threads must not outlive the interpreter
+        os._exit(0)  # as programs do (`ranks.leave`): the library's threads do not stand the interpreter's end
 
 
 if __name__ == "__main__":
