@@ -16,6 +16,7 @@ from torch import Tensor
 from .errors import RequestError
 from .grammar import GrammarState
 from .job import TokenOut
+from .pinned import sent
 from .rows import Rows
 from .sampling import RowParams, SamplerState, SamplingParams, bind, sample_rows
 from .sampling import device as device_sampling
@@ -124,14 +125,10 @@ class Chooser:
 
     def first(self, logits: Joinable, slot: Slot) -> Chosen:
         """The first token after a prompt; logits [1, 1, V]."""
-        device = self.device
-        rows = Rows(
-            torch.zeros(1, 1, dtype=torch.int64, device=device),
-            torch.tensor([slot.id], device=device),
-            torch.tensor([slot.n_past - 1], device=device),
-            torch.ones(1, dtype=torch.int64, device=device),
-            tentative=False,
-        )
+        # Pairs, as what a kernel reads by itself begins at a whole multiple of 16 bytes.
+        table = sent([[slot.id, 0], [slot.n_past - 1, 0], [1, 0], [0, 0]], self.device)
+        ids, n_past, n_rows, tokens = (pair[:1] for pair in table)
+        rows = Rows(tokens[None], ids, n_past, n_rows, tentative=False)
         choices = self.rows(logits, rows, [slot])
         return self.report([slot], choices, choices.tokens.tolist())[0]
 
@@ -217,8 +214,8 @@ class Chooser:
         if K == 0:
             return None
         rows = [list(entries) + [(0, 0.0)] * (K - len(entries)) for entries in biases for _ in range(W)]
-        ids = torch.tensor([[token for token, _ in row] for row in rows], device=self.device)
-        return ids, torch.tensor([[value for _, value in row] for row in rows], device=self.device)
+        ids = sent([[token for token, _ in row] for row in rows], self.device)
+        return ids, sent([[value for _, value in row] for row in rows], self.device)
 
     def simple(self, logits: Joinable, rows: Rows, plan: Plan) -> Tensor:
         """logits [B, W, V] to tokens [B, W], on the device throughout."""

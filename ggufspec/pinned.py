@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def sent(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """`torch.tensor` for values that the host has; on a GPU behind what its stream has been given, and nobody waits.
+
+    PyTorch's own copy, from ordinary memory, waits for the stream, and other threads (a server's connections) with it.
+    """
+    made = torch.tensor(values, dtype=dtype)
+    if torch.device(device).type != "cuda":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)
 
 
 class Pinned:

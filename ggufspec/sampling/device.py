@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ggufspec.kernels.draw import Limits, draw
 from ggufspec.kernels.select.plain import id_of, packed
+from ggufspec.pinned import sent
 from ggufspec.sampling.params import SamplingParams
 from ggufspec.sampling.uniform import CHOICE, stream_key
 from ggufspec.unjoined import Joinable, Unjoined, joined_for, top_k, whole
@@ -48,7 +49,7 @@ class RowParams(Limits):
         f64, f32 = torch.float64, torch.float32
 
         def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return sent(values, device, dtype)
 
         own = [p.seed for p in params] if seeds is None else list(seeds)
         return cls(
