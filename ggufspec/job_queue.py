@@ -61,7 +61,7 @@ class JobQueue:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything was submitted or cancelled that is not taken in."""
+        """Whether anything was submitted, cancelled or erased that is not taken in."""
         return bool(self._inbox)
 
     def submit(self, request: Request) -> Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -108,14 +109,11 @@ def place_layers(devices: list[torch.device], block_count: int, n_layers: int, *
 
 def shown(placement: Placement) -> str:
     """In words: `layers 0 to 16 on CUDA0, 17 to 63 and the output on CUDA1`."""
-    runs: list[tuple[torch.device, int, int]] = []
-    for i, device in enumerate(placement.layers):
-        if runs and runs[-1][0] == device:
-            runs[-1] = (device, runs[-1][1], i)
-        else:
-            runs.append((device, i, i))
-    words = [(f"{a} to {b}" if b > a else str(a), device) for device, a, b in runs]
-    if runs[-1][0] == placement.output:
+    words = []
+    for device, run in groupby(range(len(placement.layers)), placement.layers.__getitem__):
+        layers = list(run)
+        words.append((f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else str(layers[0]), device))
+    if words[-1][1] == placement.output:
         words[-1] = (f"{words[-1][0]} and the output", placement.output)
     else:
         words.append(("the output", placement.output))
